@@ -1,0 +1,1 @@
+"""Parallelism on torch.distributed; imports nothing of moe_train."""
