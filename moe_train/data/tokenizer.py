@@ -1,0 +1,109 @@
+"""Load, train and check tokenizers (`tokenizers.Tokenizer`), and find their end-of-document token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from moe_train.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eod>", "</s>", "<eos>", "[EOS]", "<|return|>", "<|im_end|>")
+"""End-of-document tokens tried in this order when tokenizer_config.json does not name one."""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json` file or of a folder that holds one."""
+    file = tokenizer_file(path)
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer {file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not a tokenizer.json: byte {error.start} is not UTF-8.") from None
+    except Exception as error:
+        raise ConfigError(f"{file} is not a tokenizer.json of the `tokenizers` library: {error}.") from None
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer.json that `path` (a file or a folder) means."""
+    path = Path(path).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"no tokenizer at {file}. Give a tokenizer.json, a folder that holds one (AutoTokenizer.save_pretrained writes it), "
+            "or train one with `moe-train prepare-data --train-bpe VOCAB`."
+        )
+    return file
+
+
+def end_token(tokenizer: Tokenizer, beside: Path | None = None) -> str:
+    """The end-of-document token: eos_token of the tokenizer_config.json in folder `beside`, else the first of KNOWN_ENDS the tokenizer has."""
+    config = beside / "tokenizer_config.json" if beside is not None else None
+    names = list(KNOWN_ENDS)
+    if config is not None and config.is_file():
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+            raise ConfigError(f"{config} is not JSON; remove or repair it.") from None
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        names = [eos, *names] if isinstance(eos, str) else names
+    for name in names:
+        if tokenizer.token_to_id(name) is not None:
+            return name
+    raise ConfigError(
+        f"the tokenizer has none of the end-of-document tokens {', '.join(names)}. Name one with --eod-token, or use --no-eod."
+    )
+
+
+def new_bpe() -> Tokenizer:
+    """An untrained byte-level BPE (GPT-2's pre-tokenization): any text is coded without loss and without an unknown token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return tokenizer
+
+
+SMALLEST_BPE = 256 + 1
+"""One token for each byte and the end of text."""
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocab_size` tokens, END_OF_TEXT (id 0) and all 256 bytes included."""
+    if vocab_size < SMALLEST_BPE:
+        raise ConfigError(
+            f"a byte-level BPE needs at least {SMALLEST_BPE} tokens (256 bytes and {END_OF_TEXT}); vocabulary is {vocab_size}."
+        )
+    tokenizer = new_bpe()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest token id (ids may have gaps)."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """sha256 of the tokenizer's canonical JSON."""
+    return hashlib.sha256(tokenizer.to_str().encode("utf-8")).hexdigest()
+
+
+def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Raise ConfigError when the model has fewer embeddings than the tokenizer has ids (more is fine: tables are often padded)."""
+    size = vocab_size(tokenizer)
+    if model_vocab_size < size:
+        raise ConfigError(
+            f"model.vocab_size={model_vocab_size} is smaller than the tokenizer's vocabulary of {size}. "
+            f"Set model.vocab_size={-(-size // 64) * 64} or use a smaller tokenizer."
+        )
