@@ -32,8 +32,9 @@ def check_weights(weights: list[float] | None, paths: list[str]) -> None:
         raise ConfigError(f"data.weights={weights} sum to zero; at least one must be above 0.")
     for path, weight in zip(paths, weights, strict=True):
         if 0 < weight / sum(weights) < 1 / ROUND:
+            share = weight / sum(weights)
             raise ConfigError(
-                f"data.weights: {weight} for {path} is a share of {weight / sum(weights):.2e}, below the resolution 1/{ROUND}; raise it or set 0."
+                f"data.weights: {weight} for {path} is a share of {share:.2e}, below the resolution 1/{ROUND}; raise it or set 0."
             )
 
 
@@ -72,10 +73,9 @@ class Blend:
 
     def rows_without_repetition(self) -> int:
         """Length of the longest prefix in which no row of any data set comes twice."""
-        last = 0
-        for local, source in enumerate(self._used):
-            rounds, rest = divmod(self.rows[source], self.counts[source])
-            # position of the first row of this data set that begins its second epoch
-            again = rounds * self.length + int(np.flatnonzero(self._source == local)[rest])
-            last = again if last == 0 else min(last, again)
-        return last
+        return min(self._position_of(local, self.rows[source]) for local, source in enumerate(self._used))
+
+    def _position_of(self, local: int, row: int) -> int:
+        """Position at which the used data set `local` gives its row number `row`."""
+        rounds, rest = divmod(row, self.counts[self._used[local]])
+        return rounds * self.length + int(np.flatnonzero(self._source == local)[rest])

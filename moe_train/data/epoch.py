@@ -31,7 +31,7 @@ class Epoch:
     row_order: np.ndarray
 
     def spans(self, index: int) -> list[tuple[int, int, int | None]]:
-        """(document of the split, first token, length or None for the rest) of the pieces that make up the T + 1 tokens of row number `index`."""
+        """The pieces that make up the T + 1 tokens of row `index`: (document of the split, first token, length or None for the rest)."""
         row = int(self.row_order[index])
         (first, start), (last, stop) = self.row_starts[row].tolist(), self.row_starts[row + 1].tolist()
         documents = self.document_order[first : last + 1].tolist()
@@ -42,7 +42,7 @@ class Epoch:
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Rows of an epoch: neighbours share one token, because the last label of a row is the first token of the next; the rest is left out."""
+    """Rows of an epoch. Neighbours share a token: the last label of a row is the first token of the next. What is left over is left out."""
     return max(0, num_tokens - 1) // seq_len
 
 

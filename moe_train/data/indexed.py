@@ -22,34 +22,41 @@ HEADER = struct.Struct("<9sQBQQ")
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK_BYTES = 4096
+BLOCK = 1 << 20
 WAY_OUT = "Make it again with `moe-train prepare-data --force`."
 
 
 class TokenFile:
     """The documents of one pair. `read(document, start, length)` is a view into the memory map.
 
-    document_sizes int64 [documents]: tokens of each document, its end-of-document token included.
+    document_sizes int32 or int64 [documents]: tokens of each document, its end-of-document token included.
     """
 
     def __init__(self, prefix: str):
         self.prefix = prefix
         check_pair(prefix)
         self._data = megatron.indexed_dataset().IndexedDataset(prefix, mmap=True)
-        boundaries = self._data.document_indices.astype(np.int64)
-        token_offsets = np.concatenate([[0], np.cumsum(self._data.sequence_lengths, dtype=np.int64)])
-        # A document may consist of several sequences (sentences); they are contiguous, so a document is one span of tokens.
-        self.document_starts = token_offsets[boundaries[:-1]]
-        self.document_sizes = token_offsets[boundaries[1:]] - self.document_starts
-        self.num_tokens = int(token_offsets[-1])
-        self._itemsize = np.dtype(self._data.index.dtype).itemsize
+        self._dtype = self._data.index.dtype
+        self._itemsize = np.dtype(self._dtype).itemsize
+        index = self._data.index
+        self.num_tokens = int(index.sequence_lengths.sum(dtype=np.int64))
+        boundaries = index.document_indices
+        if len(boundaries) == len(index) + 1 and (np.diff(boundaries) == 1).all():
+            # One sequence a document, as `prepare-data` writes it: the tables of the file serve as they are, memory-mapped.
+            self.document_sizes, self._start_bytes = index.sequence_lengths, index.sequence_pointers
+        else:
+            # Several sequences a document (sentences); they are contiguous, so a document is one span of tokens.
+            ends = np.concatenate([[0], np.cumsum(index.sequence_lengths, dtype=np.int64)])
+            self.document_sizes = np.diff(ends[boundaries])
+            self._start_bytes = ends[boundaries[:-1]] * self._itemsize
 
     @property
     def num_documents(self) -> int:
         return len(self.document_sizes)
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
-        offset = (int(self.document_starts[document]) + start) * self._itemsize
-        return self._data.bin_reader.read(dtype=self._data.index.dtype, count=length, offset=offset)
+        offset = int(self._start_bytes[document]) + start * self._itemsize
+        return self._data.bin_reader.read(dtype=self._dtype, count=length, offset=offset)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -121,22 +128,34 @@ def check_pair(prefix: str) -> None:
         raise ConfigError(f"{present[0]} exists but its other half {(bin_ if present[0] == idx else idx).name} is missing. {WAY_OUT}")
     try:
         header = _read_header(idx)
-        lengths, boundaries = _read_tables(idx, header)
+        lengths, pointers, boundaries = _read_tables(idx, header)
         size = bin_.stat().st_size
         with bin_.open("rb"):
             pass
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or prefix}: {error.strerror}.") from None
     tokens = int(lengths.sum(dtype=np.int64))
-    if size != tokens * header.item_bytes:
-        problem = "truncated" if size < tokens * header.item_bytes else "longer than its index"
+    wanted = tokens * header.item_bytes
+    if size != wanted:
         raise ConfigError(
-            f"{bin_} is {problem}: it has {size} bytes, its index announces {tokens} tokens of {header.item_bytes} bytes = {tokens * header.item_bytes}. {WAY_OUT}"
+            f"{bin_} is {'truncated' if size < wanted else 'longer than its index'}: it has {size} bytes, but its index announces {tokens} "
+            f"tokens of {header.item_bytes} bytes = {wanted}. {WAY_OUT}"
         )
     if tokens == 0:
         raise ConfigError(f"{bin_} holds no tokens ({header.num_boundaries - 1} documents). Prepare files that hold text.")
+    _check_tables(idx, header, lengths, pointers, boundaries)
+
+
+def _check_tables(idx: Path, header: _Header, lengths: np.ndarray, pointers: np.ndarray, boundaries: np.ndarray) -> None:
+    """Boundaries run upward from 0 to the number of sequences; sequences lie end to end. In blocks, to bound memory."""
     if boundaries[0] != 0 or boundaries[-1] != header.num_sequences or (np.diff(boundaries) < 0).any() or lengths.min() < 0:
         raise ConfigError(f"{idx} is corrupt: its document boundaries do not run from 0 to {header.num_sequences}. {WAY_OUT}")
+    expected = 0
+    for start in range(0, header.num_sequences, BLOCK):
+        ends = expected + np.cumsum(lengths[start : start + BLOCK], dtype=np.int64) * header.item_bytes
+        if (pointers[start : start + BLOCK] != np.concatenate([[expected], ends[:-1]])).any():
+            raise ConfigError(f"{idx} is corrupt: its sequences do not lie end to end (near sequence {start}). {WAY_OUT}")
+        expected = int(ends[-1])
 
 
 def _read_header(idx: Path) -> _Header:
@@ -154,8 +173,8 @@ def _read_header(idx: Path) -> _Header:
     return _Header(np.dtype(INTEGER_CODES[code]).itemsize, num_sequences, num_boundaries)
 
 
-def _read_tables(idx: Path, header: _Header) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence lengths int32 and document boundaries int64, after the file's size was found to fit the header."""
+def _read_tables(idx: Path, header: _Header) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequence lengths int32, byte offsets int64 and document boundaries int64, memory-mapped; the file's size fits the header."""
     size = idx.stat().st_size
     if size == header.expected_bytes + header.num_sequences and header.num_sequences > 0:
         raise ConfigError(f"{idx} is a multimodal index (it carries a mode for each sequence); only text is supported.")
@@ -165,10 +184,7 @@ def _read_tables(idx: Path, header: _Header) -> tuple[np.ndarray, np.ndarray]:
             f"{idx} is {problem}: {size} bytes, but {header.num_sequences} sequences and {header.num_boundaries} document boundaries "
             f"need {header.expected_bytes}. {WAY_OUT}"
         )
-    lengths = (
-        np.memmap(idx, dtype=np.int32, mode="r", offset=HEADER.size, shape=(header.num_sequences,))
-        if header.num_sequences
-        else np.zeros(0, np.int32)
-    )
-    boundaries = np.memmap(idx, dtype=np.int64, mode="r", offset=HEADER.size + 12 * header.num_sequences, shape=(header.num_boundaries,))
-    return lengths, boundaries
+    count = header.num_sequences
+    table = np.memmap(idx, dtype=np.uint8, mode="r", offset=HEADER.size)
+    lengths, pointers, boundaries = table[: 4 * count], table[4 * count : 12 * count], table[12 * count :]
+    return lengths.view(np.int32), pointers.view(np.int64), boundaries.view(np.int64)

@@ -1,4 +1,4 @@
-"""The one place that imports megatron-core: lazily (it takes about 2.5 s on a CPU) and quietly (it warns about Transformer Engine and Apex)."""
+"""The one place that imports megatron-core: lazily (it takes 2.5 s on a CPU) and quietly (it warns about Transformer Engine and Apex)."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(document_sizes: np.ndarray, split: str) -> dict[str, range]:
-    """Documents of each split. A boundary is the document border nearest to the wanted share of tokens; a split with a weight gets at least one
-    document as long as there are enough of them.
+    """Documents of each split. A boundary is the document border nearest to the wanted share of tokens; a split with a weight gets at least
+    one document as long as there are enough of them.
 
     document_sizes: tokens of each document [documents].
     """

@@ -1,7 +1,7 @@
-"""The embedded corpus: the source and docstrings of the running Python's standard library (about 31 MB with its tests), tokenized on first use.
+"""The embedded corpus: source and docstrings of the running Python's standard library (about 31 MB with its tests), tokenized on first use.
 
-From nothing it takes about 6 s on two cores; afterwards the folder in the cache is opened. The key of the folder covers the Python version, the
-name and size of every file and the settings, so that another Python never reads it.
+From nothing it takes about 6 s on two cores; afterwards the folder in the cache is opened. The key of the folder covers the Python version,
+the name and size of every file and the settings, so that another Python never reads it.
 """
 
 from __future__ import annotations

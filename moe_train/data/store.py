@@ -32,8 +32,9 @@ def cache_root(cache_dir: str | None) -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """`target`, built by `build(empty folder)` unless it exists.
 
-    Processes of one machine are kept apart by a lock (one builder per node, so nodes without a shared disk each have their files); where locks do
-    not work (some network file systems) two builders do the same work and the later one finds the folder of the first: the rename decides.
+    Processes of one machine are kept apart by a lock (one builder per node, so nodes without a shared disk each have their files); where
+    locks do not work (some network file systems) two builders do the same work and the later one finds the folder of the first: the rename
+    decides.
     """
     if target.is_dir():
         return target

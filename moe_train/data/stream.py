@@ -1,7 +1,7 @@
 """The batch number n of a config: an endless deterministic stream of packed rows, read at random access.
 
-Law: the stream depends on (data config, seed) only, never on train.steps, batch sizes or ranks, so that a resumed run, and a run on another
-layout, continue with exactly the next row. The reader's state is one integer, the number of rows read.
+Law: the stream depends on (data config, seed) only, never on train.steps, batch sizes or ranks, so that a resumed run, and a run on
+another layout, continue with exactly the next row. The reader's state is one integer, the number of rows read.
 
 Shape suffixes: B rows, T tokens a row.
 """
@@ -23,7 +23,7 @@ from moe_train.config.errors import require_choice
 from moe_train.data.blend import Blend, check_weights
 from moe_train.data.epoch import Epoch, epoch_seed, num_rows, open_epoch
 from moe_train.data.indexed import TokenFile
-from moe_train.data.split import SPLITS, split_documents
+from moe_train.data.split import SPLITS, parse_split, split_documents
 from moe_train.data.stdlib import prepare_stdlib
 from moe_train.data.store import cache_root
 from moe_train.data.tokenizer import check_vocab, load_tokenizer, tokenizer_hash, vocab_size
@@ -130,12 +130,19 @@ class SampleStream:
         index, number = self.blend.locate(position)
         source = self.sources[index]
         tokens, documents = source.row(number)
-        if tokens.max() >= self._vocab_size or tokens.min() < 0:
+        worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        if not 0 <= worst < self._vocab_size:
             raise ConfigError(
-                f"{source.file.prefix}.bin holds token {tokens.max() if tokens.min() >= 0 else tokens.min()}, but its tokenizer has ids 0 … "
-                f"{self._vocab_size - 1}: the data was made with another tokenizer. Set data.tokenizer."
+                f"{source.file.prefix}.bin holds token {worst}, but its tokenizer has ids 0 … {self._vocab_size - 1}: the data was made with "
+                "another tokenizer. Set data.tokenizer."
             )
         return tokens, documents
+
+    def prepare_epoch(self, epoch: int) -> None:
+        """Build (and cache, when it is large) the order of this epoch of every data set, as the first batch that needs it would."""
+        for source, count in zip(self.sources, self.blend.counts, strict=True):
+            if count:
+                source.epoch(epoch)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the row after the last batch, and the fingerprint that `check_state` compares."""
@@ -145,15 +152,15 @@ class SampleStream:
         """The position to continue from. Raises ConfigError when the rows of `state` are not those of this stream."""
         if state.get("fingerprint") != self.fingerprint:
             raise ConfigError(
-                f"the checkpoint was trained on other data (fingerprint {str(state.get('fingerprint'))[:12]}, now {self.fingerprint[:12]}): data.*, the seed or "
-                "the files changed. Restore them, or start a new run with another run.dir."
+                f"the checkpoint was trained on other data (fingerprint {str(state.get('fingerprint'))[:12]}, now {self.fingerprint[:12]}): "
+                "data.*, the seed or the files changed. Restore them, or start a new run with another run.dir."
             )
         self._position = int(state["position"])
         return self._position
 
 
 def build_data(config: Config, split: str) -> SampleStream:
-    """The stream of `split` (train, valid, test) that config.data and config.seed describe. Raises ConfigError for everything a user can fix."""
+    """The stream of `split` (train, valid, test) that config.data and config.seed describe. Raises ConfigError for what a user can fix."""
     require_choice("split", split, SPLITS)
     data = config.data
     if data.seq_len < 2:
@@ -172,9 +179,9 @@ def build_data(config: Config, split: str) -> SampleStream:
         STREAM_VERSION,
         [file.fingerprint for file in files],
         tokenizer_hash(tokenizer),
-        data.split,
+        parse_split(data.split),
         data.seq_len,
-        data.weights,
+        None if data.weights is None else [weight / sum(data.weights) for weight in data.weights],
         seed,
         split,
     ]
@@ -196,14 +203,15 @@ def _tokenizer(config: Config, files: list[TokenFile]) -> Tokenizer:
     hashes = {file.prefix: file.meta["tokenizer_sha256"] for file in files if "tokenizer_sha256" in file.meta}
     if len(set(hashes.values())) > 1:
         raise ConfigError(
-            f"data.paths were made with {len(set(hashes.values()))} different tokenizers: {', '.join(hashes)}. Prepare them again with one."
+            f"data.paths were made with {len(set(hashes.values()))} different tokenizers ({', '.join(hashes)}). Prepare them again with one."
         )
     if config.data.kind == "indexed" and config.data.tokenizer is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         made_with = next(iter(hashes.values()), None)
         if made_with is not None and made_with != tokenizer_hash(tokenizer):
             raise ConfigError(
-                f"data.tokenizer={config.data.tokenizer} is not the tokenizer that {next(iter(hashes))} was made with; leave data.tokenizer empty."
+                f"data.tokenizer={config.data.tokenizer} is not the tokenizer that {next(iter(hashes))} was made with; "
+                "leave data.tokenizer empty to take the one beside the data."
             )
         return tokenizer
     beside = part(files[0].prefix, ".tokenizer.json")
@@ -221,7 +229,7 @@ def _check_rows(config: Config, split: str, sources: list[Source]) -> None:
         wanted = data.weights is None or data.weights[index] > 0
         if wanted and source.rows == 0 and (data.weights is not None or sum(other.rows for other in sources) == 0):
             raise ConfigError(
-                f"the {split} split of {source.file.prefix} has {len(source.documents)} of {source.file.num_documents} documents and {source.num_tokens} tokens "
-                f"(data.split={data.split}), too few for one row of data.seq_len={data.seq_len} and its last label. "
+                f"the {split} split of {source.file.prefix} has {len(source.documents)} of {source.file.num_documents} documents and "
+                f"{source.num_tokens} tokens (data.split={data.split}), too few for one row of data.seq_len={data.seq_len} and its last label. "
                 "Use more data, a shorter data.seq_len, or a larger share in data.split."
             )

@@ -17,8 +17,16 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<e
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` file or of a folder that holds one."""
-    file = tokenizer_file(path)
+    """The tokenizer of a `tokenizer.json` file, of a folder that holds one, or of one that `transformers` converts (sentencepiece)."""
+    path = Path(path).expanduser()
+    if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
+        return _from_transformers(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"no tokenizer at {file}. Give a tokenizer.json, a folder that holds one (AutoTokenizer.save_pretrained writes it), "
+            "or train one with `moe-train prepare-data --train-bpe VOCAB`."
+        )
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -26,23 +34,34 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not a tokenizer.json: byte {error.start} is not UTF-8.") from None
     except Exception as error:
+        if (
+            type(error) is not Exception
+        ):  # tokenizers has no error class of its own: it raises bare Exception, and nothing else is caught here
+            raise
         raise ConfigError(f"{file} is not a tokenizer.json of the `tokenizers` library: {error}.") from None
 
 
-def tokenizer_file(path: str | Path) -> Path:
-    """The tokenizer.json that `path` (a file or a folder) means."""
-    path = Path(path).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+def _from_transformers(folder: Path) -> Tokenizer:
+    try:
+        import transformers
+    except ModuleNotFoundError:
         raise ConfigError(
-            f"no tokenizer at {file}. Give a tokenizer.json, a folder that holds one (AutoTokenizer.save_pretrained writes it), "
-            "or train one with `moe-train prepare-data --train-bpe VOCAB`."
+            f"{folder} has no tokenizer.json; reading it needs the package transformers: pip install 'moe-train[hf]'."
+        ) from None
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(
+            f"the tokenizer in {folder} ({type(loaded).__name__}) has no form of the `tokenizers` library; convert it to a tokenizer.json."
         )
-    return file
+    return backend
 
 
 def end_token(tokenizer: Tokenizer, beside: Path | None = None) -> str:
-    """The end-of-document token: eos_token of the tokenizer_config.json in folder `beside`, else the first of KNOWN_ENDS the tokenizer has."""
+    """The end-of-document token: eos_token of tokenizer_config.json in folder `beside`, else the first of KNOWN_ENDS it has."""
     config = beside / "tokenizer_config.json" if beside is not None else None
     names = list(KNOWN_ENDS)
     if config is not None and config.is_file():
@@ -63,8 +82,8 @@ def end_token(tokenizer: Tokenizer, beside: Path | None = None) -> str:
 def new_bpe() -> Tokenizer:
     """An untrained byte-level BPE (GPT-2's pre-tokenization): any text is coded without loss and without an unknown token."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -33,7 +33,7 @@ def part(prefix: str | Path, suffix: str) -> Path:
 
 
 class TokenWriter:
-    """`with TokenWriter(prefix, tokenizer, eod) as writer: writer.add(ids, num_bytes)`; nothing appears at `prefix` unless the block ends well.
+    """`with TokenWriter(…) as writer: writer.add(ids, num_bytes)`; nothing appears at `prefix` unless the block ends well.
 
     eod: the end-of-document token appended to each document, or None.
     """
@@ -41,7 +41,7 @@ class TokenWriter:
     def __init__(self, prefix: str | Path, tokenizer: Tokenizer, eod: str | None, source: dict[str, Any]):
         self.prefix = Path(prefix)
         self.tokenizer, self.eod, self.source = tokenizer, eod, source
-        self.eod_ids = [] if eod is None else [tokenizer.token_to_id(eod)]
+        self.eod_id = None if eod is None else tokenizer.token_to_id(eod)
         self.num_bytes: list[int] = []
         self.num_tokens = 0
         # Hidden and without a suffix anybody opens: a killed run leaves no pair.
@@ -56,9 +56,10 @@ class TokenWriter:
 
     def add(self, ids: Sequence[int] | np.ndarray, num_bytes: int) -> None:
         """One document: its token ids without the end-of-document token, and the UTF-8 bytes of its text."""
-        tokens = np.array(
-            [*ids, *self.eod_ids] if not isinstance(ids, np.ndarray) else np.append(ids, self.eod_ids), dtype=self._builder.dtype
-        )
+        tokens = np.empty(len(ids) + (self.eod_id is not None), dtype=self._builder.dtype)
+        tokens[: len(ids)] = ids
+        if self.eod_id is not None:
+            tokens[-1] = self.eod_id
         if len(tokens) == 0:
             return
         self._builder.add_document(tokens, [len(tokens)])
@@ -85,7 +86,7 @@ class TokenWriter:
             "dtype": np.dtype(self._builder.dtype).name,
             "vocab_size": vocab_size(self.tokenizer),
             "eod_token": self.eod,
-            "eod_id": self.eod_ids[0] if self.eod_ids else None,
+            "eod_id": self.eod_id,
             "tokenizer_sha256": tokenizer_hash(self.tokenizer),
             "bin_sha256": file_sha256(part(self._half, ".bin")),
             "source": self.source,
