@@ -6,6 +6,7 @@ A block: x += attention(norm(x)); x += ffn(norm(x)), where ffn is dense or a mix
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -54,7 +55,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), ctx, None)
         return x_BTD + self._ffn(self.ffn_norm(x_BTD), ctx)
 
-    def _part(self, name: str, norm: nn.Module, body, x_BTD: Tensor) -> Tensor:
+    def _part(self, name: str, norm: nn.Module, body: Callable[[Tensor], Tensor], x_BTD: Tensor) -> Tensor:
         """body(norm(x)), recomputing the norm, the body, or both, as `recompute_parts` asks."""
         if name in self.recompute_parts:
             return recompute(lambda x: body(norm(x)), x_BTD)
