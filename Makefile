@@ -60,7 +60,7 @@ lock:  ## write constraints.txt anew from the newest releases that pyproject.tom
 	"$(PYTHON)" -m venv "$$dir/venv"; \
 	"$$dir/venv/bin/pip" install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable '.[dev]'; \
 	{ echo "# Exact versions of everything in .venv (the dev extra). Written by \`make lock\`; do not edit by hand."; \
-	  "$$dir/venv/bin/pip" freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt
+	  "$$dir/venv/bin/pip" freeze --all --exclude pip --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt
 
 clean:  ## remove the environment and what builds and tests left (runs/ stays)
 	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
