@@ -44,7 +44,7 @@ class ScheduleConfig:
     name: str = "cosine"
     warmup_steps: int = 0
     decay_steps: Optional[int] = None
-    """wsd: length of the final decay; cosine: where the minimum is reached (None: train.steps)."""
+    """wsd: length of the final decay (None: a tenth of train.steps); cosine: the step of the minimum (None: train.steps)."""
     min_lr_ratio: float = 0.1
 
 
@@ -57,6 +57,10 @@ class OptimConfig:
     eps: float = 1e-8
     adamw_lr: Optional[float] = None
     """muon, muonclip: rate for embeddings, head, norms, biases and the router (None: lr)."""
+    decay_all: bool = False
+    """Weight decay acts on matrices only (embeddings and router too); true: also on norms, biases and sinks (OLMoE)."""
+    muon_per_head: bool = True
+    """Muon orthogonalises query, key and value projections head by head (Kimi K3); false: as whole matrices."""
     muon_momentum: float = 0.95
     muon_nesterov: bool = True
     muon_steps: int = 5
