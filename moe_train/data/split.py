@@ -44,7 +44,8 @@ def split_documents(document_sizes: np.ndarray, split: str) -> dict[str, range]:
             stop = num_documents
         else:
             stop = _nearest_border(ends, reached * int(ends[-1]))
-            stop = min(max(stop, start + 1), max(start, num_documents - later))
+            # Earlier splits come first where documents are too few for all.
+            stop = min(max(stop, start + 1), max(start + 1, num_documents - later), num_documents)
         ranges[name] = range(start, stop)
         start = stop
     return ranges

@@ -133,8 +133,8 @@ class SampleStream:
         worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
         if not 0 <= worst < self._vocab_size:
             raise ConfigError(
-                f"{source.file.prefix}.bin holds token {worst}, but its tokenizer has ids 0 … {self._vocab_size - 1}: the data was made with "
-                "another tokenizer. Set data.tokenizer."
+                f"{source.file.prefix}.bin holds token {worst}, but its tokenizer has ids 0 … {self._vocab_size - 1}: the data was made "
+                "with another tokenizer. Set data.tokenizer."
             )
         return tokens, documents
 
@@ -152,8 +152,8 @@ class SampleStream:
         """The position to continue from. Raises ConfigError when the rows of `state` are not those of this stream."""
         if state.get("fingerprint") != self.fingerprint:
             raise ConfigError(
-                f"the checkpoint was trained on other data (fingerprint {str(state.get('fingerprint'))[:12]}, now {self.fingerprint[:12]}): "
-                "data.*, the seed or the files changed. Restore them, or start a new run with another run.dir."
+                f"the checkpoint was trained on other data (fingerprint {str(state.get('fingerprint'))[:12]}, now "
+                f"{self.fingerprint[:12]}): data.*, the seed or the files changed. Restore them, or start a new run with another run.dir."
             )
         self._position = int(state["position"])
         return self._position
@@ -203,7 +203,8 @@ def _tokenizer(config: Config, files: list[TokenFile]) -> Tokenizer:
     hashes = {file.prefix: file.meta["tokenizer_sha256"] for file in files if "tokenizer_sha256" in file.meta}
     if len(set(hashes.values())) > 1:
         raise ConfigError(
-            f"data.paths were made with {len(set(hashes.values()))} different tokenizers ({', '.join(hashes)}). Prepare them again with one."
+            f"data.paths were made with {len(set(hashes.values()))} different tokenizers ({', '.join(hashes)}). "
+            "Prepare them again with one."
         )
     if config.data.kind == "indexed" and config.data.tokenizer is not None:
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -230,6 +231,7 @@ def _check_rows(config: Config, split: str, sources: list[Source]) -> None:
         if wanted and source.rows == 0 and (data.weights is not None or sum(other.rows for other in sources) == 0):
             raise ConfigError(
                 f"the {split} split of {source.file.prefix} has {len(source.documents)} of {source.file.num_documents} documents and "
-                f"{source.num_tokens} tokens (data.split={data.split}), too few for one row of data.seq_len={data.seq_len} and its last label. "
+                f"{source.num_tokens} tokens (data.split={data.split}), too few for one row of data.seq_len={data.seq_len} and its last "
+                "label. "
                 "Use more data, a shorter data.seq_len, or a larger share in data.split."
             )

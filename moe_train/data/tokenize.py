@@ -86,8 +86,8 @@ def _line_text(line: str, where: str, text_key: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}. Repair or delete this line (a JSON document over many lines must be "
-            "written as one document a line)."
+            f"{where} is not JSON: {error.msg} at column {error.colno}. Repair or delete this line (a JSON document over many lines must "
+            "be written as one document a line)."
         ) from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is a JSON {type(record).__name__}, not an object with the key {text_key!r}.")
