@@ -1,4 +1,5 @@
-"""Typed configuration: dataclasses without torch; `compose` turns Hydra groups into them; `validate` checks the whole before anything starts."""
+"""Typed configuration: dataclasses without torch; `compose` turns Hydra groups into them; `validate` checks the whole before anything
+starts."""
 
 from moe_train.config.balance import BalanceConfig
 from moe_train.config.errors import ConfigError, RunError

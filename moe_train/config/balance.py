@@ -18,8 +18,9 @@ class BalanceConfig:
     global_aux_coef: float = 0.0
     """Global-batch auxiliary loss (Qwen, arXiv:2501.11873)."""
     global_counts: str = "exact"
-    """exact: a forward pass without gradient counts the load of all micro-batches first (no cost with one micro-batch), so that the gradient does
-    not depend on the micro-batch size; buffer: counts of the micro-batches so far (the paper's form, cheaper, not invariant)."""
+    """exact: a forward pass without gradient counts the load of all micro-batches first (no cost with one micro-batch), so that the
+    gradient does not depend on the micro-batch size; buffer: counts of the micro-batches so far (the paper's form, cheaper, not
+    invariant)."""
     z_coef: float = 0.0
     """Router z-loss (ST-MoE arXiv:2202.08906 eq. 5)."""
     bias: str = "none"

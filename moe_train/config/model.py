@@ -85,8 +85,8 @@ class RouterConfig:
     linear_bias: bool = False
     """A trained bias on the router logits (gpt-oss)."""
     selection_bias: bool = False
-    """The checkpoint carries DeepSeek's selection bias (`e_score_correction_bias`): a buffer, never a parameter, on selection only. The buffer
-    always exists; this only says whether the published model has it."""
+    """The checkpoint carries DeepSeek's selection bias (`e_score_correction_bias`): a buffer, never a parameter, on selection only. The
+    buffer always exists; this only says whether the published model has it."""
     jitter: float = 0.0
     """Multiply the router input by uniform noise in [1 - jitter, 1 + jitter] in training (Switch Transformer)."""
     force_balanced: bool = False
@@ -121,7 +121,8 @@ class MTPConfig:
 @dataclass
 class InitConfig:
     scheme: str = "normal"
-    """normal: N(0, std); truncated_normal: cut at `cutoff` std (OLMoE: 3); depth_scaled: normal, and output projections by std/√(2L) (Megatron, GPT-2)."""
+    """normal: N(0, std); truncated_normal: cut at `cutoff` std (OLMoE: 3); depth_scaled: normal, and output projections by std/√(2L)
+    (Megatron, GPT-2)."""
     std: float = 0.02
     cutoff: float = 3.0
 

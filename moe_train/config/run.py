@@ -151,7 +151,8 @@ class RunConfig:
     dir: str = "runs/default"
     """Everything a run writes is below this folder."""
     resume: str = "auto"
-    """auto: continue from the newest whole checkpoint in run.dir; never: refuse a folder that already holds a run; or the path of a checkpoint folder."""
+    """auto: continue from the newest whole checkpoint in run.dir; never: refuse a folder that already holds a run; or the path of a
+    checkpoint folder."""
 
 
 @dataclass

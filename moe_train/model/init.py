@@ -1,4 +1,5 @@
-"""Weight initialisation of the named recipes. Each tensor is drawn from a generator seeded by (seed, its name): the same on every layout."""
+"""Weight initialisation of the named recipes. Each tensor is drawn from a generator seeded by (seed, its name): the same on every
+layout."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def tensor_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """normal: N(0, std) (DeepSeek 0.006, Qwen3 and Mixtral 0.02); truncated_normal: cut at cutoff·std (OLMoE); depth_scaled: projections into the
-    residual stream by std/√(2L) (GPT-2, Megatron). Norm weights 1; biases, attention sinks and every buffer of the router 0."""
+    """normal: N(0, std) (DeepSeek 0.006, Qwen3 and Mixtral 0.02); truncated_normal: cut at cutoff·std (OLMoE); depth_scaled: projections
+    into the residual stream by std/√(2L) (GPT-2, Megatron). Norm weights 1; biases, attention sinks and every buffer of the router 0."""
     for name, parameter in model.named_parameters():
         if "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
             parameter.fill_(1.0)

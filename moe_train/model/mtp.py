@@ -1,7 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437 §2.2).
 
-Depth k predicts token t_{i+k+1} from  h^k_i = Block( M_k [ RMSNorm(h^{k-1}_i) ; RMSNorm(Emb(t_{i+k})) ] )  (eq. 21-23), with the embedding and the head
-of the main model. Loss: λ/D Σ_k CE_k (eq. 24-25). Labels never cross a document; positions without a label are not counted by the router.
+Depth k predicts token t_{i+k+1} from  h^k_i = Block( M_k [ RMSNorm(h^{k-1}_i) ; RMSNorm(Emb(t_{i+k})) ] )  (eq. 21-23), with the embedding
+and the head of the main model. Loss: λ/D Σ_k CE_k (eq. 24-25). Labels never cross a document; positions without a label are not counted by
+the router.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The model, top to bottom: tokens -> embedding -> blocks -> norm -> head -> summed token loss. Plain PyTorch; knows no rank and no config framework.
+"""The model, top to bottom: tokens -> embedding -> blocks -> norm -> head -> summed token loss. Plain PyTorch; knows no rank and no config
+framework.
 
 Shape suffixes: B sequences, T tokens, N = B·T, D hidden, V vocabulary, L layers.
 A block: x += attention(norm(x)); x += ffn(norm(x)), where ffn is dense or a mixture of experts.
@@ -98,7 +99,8 @@ class Transformer(nn.Module):
         recorder: Recorder | None = None,
         global_load: dict[int, Tensor] | None = None,
     ) -> LossOutput:
-        """Loss of one micro-batch. Without denominators its own counts are used and, outside training, no balancing gradient is injected."""
+        """Loss of one micro-batch. Without denominators its own counts are used and, outside training, no balancing gradient is
+        injected."""
         counts = denominators or Denominators.of(batch, self.config.mtp.depth)
         ctx = ForwardContext(
             positions_BT=document_positions(batch.document_ids_BT),
