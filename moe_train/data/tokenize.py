@@ -57,7 +57,7 @@ def read_texts(chunk: Chunk, text_key: str) -> Iterator[str]:
     elif chunk.kind == "lines":
         for number, line in enumerate(chunk.lines, chunk.first_line):
             if line.strip():
-                yield _line_text(_decode(line, f"{path} line {number}"), f"{path} line {number}", text_key)
+                yield _line_text(_decode(line.rstrip(b"\r\n"), f"{path} line {number}"), f"{path} line {number}", text_key)
     elif chunk.kind == "parquet":
         yield from _parquet_texts(path, chunk, text_key)
     else:
