@@ -112,7 +112,7 @@ def _write(paths: list[Path], prefix: str, tokenizer: Tokenizer, eod: str | None
 def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, workers: int) -> Iterator[tuple[int, Encoded]]:
     """(source bytes, encoded chunk) in the order of `pieces`."""
     if workers == 1:
-        encode = Encoder(tokenizer, text_key)
+        encode = Encoder(tokenizer.to_str(), text_key)
         for piece in pieces:
             yield piece.source_bytes, encode(piece)
         return

@@ -10,12 +10,13 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from moe_train.config import ConfigError, DataConfig
 from moe_train.data.progress import Progress
 from moe_train.data.store import build_once, cache_root
-from moe_train.data.tokenizer import END_OF_TEXT, train_bpe
+from moe_train.data.tokenizer import END_OF_TEXT, plain_text_encoder, train_bpe
 from moe_train.data.writer import FORMAT, TokenWriter
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -40,6 +41,7 @@ def prepare_stdlib(config: DataConfig) -> Path:
     return build_once(cache_root(config.cache_dir) / f"python_stdlib-{key}", build) / "tokens"
 
 
+@cache
 def corpus_files(root: Path, max_bytes: int | None) -> list[tuple[str, int]]:
     """(relative name, bytes) of the sources, shuffled by a hash of their names; with `max_bytes` the files of this order that fit into it.
 
@@ -86,9 +88,10 @@ def _write(prefix: Path, root: Path, files: list[tuple[str, int]], config: DataC
         progress.advance(1)
         source = {"kind": "python_stdlib", "python": sys.version, "files": len(texts), "max_bytes": config.max_bytes}
         with TokenWriter(prefix, tokenizer, END_OF_TEXT, source) as writer:
+            encoder = plain_text_encoder(tokenizer.to_str())
             for start in range(0, len(texts), ENCODE_BATCH):
                 batch = texts[start : start + ENCODE_BATCH]
-                for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
+                for text, encoding in zip(batch, encoder.encode_batch_fast(batch, add_special_tokens=False), strict=True):
                     writer.add(encoding.ids, len(text.encode("utf-8")))
                 progress.advance(len(batch))
 

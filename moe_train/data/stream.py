@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class SampleStream:
         self._vocab_size = vocab_size(tokenizer)
         self._position = 0
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> float:
         used = [
             (count, source.bytes_per_token(self.tokenizer)) for count, source in zip(self.blend.counts, self.sources, strict=True) if count

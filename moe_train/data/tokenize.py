@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from moe_train.config import ConfigError
 from moe_train.data.sources import Chunk, open_bytes, open_dataset, open_parquet
+from moe_train.data.tokenizer import plain_text_encoder
 
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray, int]
 """Tokens of all documents of a chunk end to end, tokens of each, UTF-8 bytes of each, number of empty documents left out."""
@@ -24,7 +24,7 @@ _worker: dict[str, Any] = {}
 def start_worker(tokenizer_json: str, text_key: str) -> None:
     """Initialiser of a worker process. Threads of the tokenizer are off: the processes are the parallelism."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["encoder"] = Encoder(Tokenizer.from_str(tokenizer_json), text_key)
+    _worker["encoder"] = Encoder(tokenizer_json, text_key)
 
 
 def encode_in_worker(chunk: Chunk) -> Encoded:
@@ -32,10 +32,10 @@ def encode_in_worker(chunk: Chunk) -> Encoded:
 
 
 class Encoder:
-    """`encoder(chunk)` tokenizes its documents, without special tokens."""
+    """`encoder(chunk)` tokenizes its documents as plain text, without special tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, text_key: str):
-        self.tokenizer, self.text_key = tokenizer, text_key
+    def __init__(self, tokenizer_json: str, text_key: str):
+        self.tokenizer, self.text_key = plain_text_encoder(tokenizer_json), text_key
 
     def __call__(self, chunk: Chunk) -> Encoded:
         texts = list(read_texts(chunk, self.text_key))

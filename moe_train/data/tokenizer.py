@@ -108,6 +108,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def plain_text_encoder(tokenizer_json: str) -> Tokenizer:
+    """A copy that encodes documents: `<|endoftext|>` written inside a text is coded as text, so no corpus can end a document."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 def vocab_size(tokenizer: Tokenizer) -> int:
     """One more than the largest token id (ids may have gaps)."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

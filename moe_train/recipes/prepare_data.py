@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Turn text, JSON lines (.jsonl, also .gz and .zst), Parquet or a Hugging Face data set on disk into tokens: PREFIX.bin and
 PREFIX.idx of megatron-core, with PREFIX.tokenizer.json, PREFIX.bytes.npy and PREFIX.meta.json. Documents keep the order of the inputs, and
-data.split cuts that order into contiguous ranges, so shuffle inputs that are sorted by topic."""
+data.split cuts that order into contiguous ranges, so shuffle inputs that are sorted by topic. Special tokens written inside
+a text are coded as plain text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,9 +119,11 @@ def test_every_source_gives_the_same_documents(write, tmp_path, tokenizer, token
     assert f"{len(texts)} documents" in capsys.readouterr().out
 
 
-def test_workers_change_nothing(tmp_path, tokenizer_path, texts, monkeypatch) -> None:
+@pytest.mark.parametrize("write", [write_jsonl, write_text_files, write_parquet, write_dataset], ids=lambda write: write.__name__[6:])
+def test_workers_change_nothing(write, tmp_path, tokenizer_path, texts, monkeypatch) -> None:
     monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
-    path = write_jsonl(tmp_path, texts * 3)
+    monkeypatch.setattr(sources, "ROWS_A_CHUNK", 3)
+    path = write(tmp_path, texts)
     for workers in (1, 2):
         prepare(path, "--output", tmp_path / f"p{workers}", "--tokenizer", tokenizer_path, "--workers", workers)
     for suffix in (".bin", ".idx", ".bytes.npy", ".tokenizer.json", ".meta.json"):
@@ -171,6 +173,14 @@ def test_text_key_glob_and_no_end_token(tmp_path, tokenizer_path, texts) -> None
     assert 0 not in file.read(0, 0, int(file.document_sizes[0]))
 
 
+def test_an_end_token_written_in_a_text_is_text(tmp_path, tokenizer, tokenizer_path) -> None:
+    """Nobody's web page ends a document: the reserved id stands only where the document ends."""
+    texts = ["before <|endoftext|> after", "second"]
+    for workers in (1, 2):
+        prepare(write_jsonl(tmp_path, texts), "--output", tmp_path / "p", "--tokenizer", tokenizer_path, "--workers", workers, "--force")
+        assert documents(tmp_path / "p", tokenizer) == texts
+
+
 def test_empty_documents_are_left_out_and_counted(tmp_path, tokenizer_path, capsys) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
     prepare(tmp_path / "a.jsonl", "--output", tmp_path / "p", "--tokenizer", tokenizer_path, "--workers", 1)
@@ -184,6 +194,18 @@ def test_transformers_folder_names_the_end_token(tmp_path, tokenizer) -> None:
     assert end_token(load_tokenizer(tmp_path), tmp_path) == "<stop>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
     assert end_token(load_tokenizer(tmp_path), tmp_path) == END_OF_TEXT
+
+
+def test_a_tokenizer_that_only_transformers_can_read(tmp_path, tokenizer, texts) -> None:
+    """vocab.json and merges.txt, as GPT-2 was published, without a tokenizer.json."""
+    pytest.importorskip("transformers", reason="transformers is of the extra `hf`")
+    model = json.loads(tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(texts[0]).ids == tokenizer.encode(texts[0]).ids
+    assert end_token(loaded, tmp_path) == END_OF_TEXT
 
 
 def test_an_existing_pair_is_kept_unless_forced(tmp_path, tokenizer, tokenizer_path, texts) -> None:
