@@ -50,8 +50,9 @@ def _from_transformers(folder: Path) -> Tokenizer:
         ) from None
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from None
+    except (OSError, ValueError, ImportError, LookupError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"transformers cannot read the tokenizer in {folder} (code in the folder is never run): {reason}") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from moe_train.config import Config, ConfigError
 from moe_train.data import build_data, check_vocab
@@ -146,6 +147,25 @@ def test_tokenizer_that_is_none(tmp_path, content: bytes, message: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"tokenizer_class": "NoSuch"}', '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'])
+def test_tokenizer_folder_that_transformers_cannot_read_runs_no_code_of_it(tmp_path, config: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is of the extra `hf`")
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError, match=r"transformers cannot read the tokenizer"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_output_that_is_taken_or_cannot_be_made(refused, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "file").touch()
+    refused(r"cannot make the folder .*file/sub", tmp_path / "a.txt", "--output", str(tmp_path / "file" / "sub" / "p"))
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".p.lock"):
+        refused(r"another process is writing .*out/p right now", tmp_path / "a.txt")
 
 
 def test_tokenizer_without_end_token() -> None:
