@@ -20,13 +20,14 @@ from tokenizers import Tokenizer
 
 from moe_train.config import Config, ConfigError
 from moe_train.config.errors import require_choice
+from moe_train.config.run import DATA_KINDS
 from moe_train.data.blend import Blend, check_weights
 from moe_train.data.epoch import Epoch, epoch_seed, num_rows, open_epoch
 from moe_train.data.indexed import TokenFile
 from moe_train.data.split import SPLITS, parse_split, split_documents
 from moe_train.data.stdlib import prepare_stdlib
 from moe_train.data.store import cache_root
-from moe_train.data.tokenizer import check_vocab, load_tokenizer, tokenizer_hash, vocab_size
+from moe_train.data.tokenizer import KNOWN_ENDS, check_vocab, load_tokenizer, tokenizer_hash, vocab_size
 from moe_train.data.writer import part
 from moe_train.model.batch import IGNORE, Batch
 
@@ -85,29 +86,19 @@ class SampleStream:
     """
 
     def __init__(self, split: str, sources: list[Source], blend: Blend, tokenizer: Tokenizer, fingerprint: str, eod_id: int | None):
-        self.split, self.sources, self.blend, self.tokenizer, self.fingerprint, self.eod_id = (
-            split,
-            sources,
-            blend,
-            tokenizer,
-            fingerprint,
-            eod_id,
-        )
+        self.split, self.sources, self.blend = split, sources, blend
+        self.tokenizer, self.fingerprint, self.eod_id = tokenizer, fingerprint, eod_id
         self.finite = split != "train"
-        self.num_sequences = (
-            blend.rows_without_repetition()
-            if self.finite
-            else sum(source.rows for source, count in zip(sources, blend.counts, strict=True) if count)
-        )
-        self.num_tokens = sum(source.num_tokens for source, count in zip(sources, blend.counts, strict=True) if count)
+        used = [source for source, count in zip(sources, blend.counts, strict=True) if count]
+        self.num_sequences = blend.rows_without_repetition() if self.finite else sum(source.rows for source in used)
+        self.num_tokens = sum(source.num_tokens for source in used)
         self._vocab_size = vocab_size(tokenizer)
         self._position = 0
 
     @cached_property
     def bytes_per_token(self) -> float:
-        used = [
-            (count, source.bytes_per_token(self.tokenizer)) for count, source in zip(self.blend.counts, self.sources, strict=True) if count
-        ]
+        pairs = zip(self.blend.counts, self.sources, strict=True)
+        used = [(count, source.bytes_per_token(self.tokenizer)) for count, source in pairs if count]
         return sum(count * value for count, value in used) / sum(count for count, _ in used)
 
     def batch(self, start: int, count: int) -> Batch:
@@ -186,14 +177,18 @@ def build_data(config: Config, split: str) -> SampleStream:
         split,
     ]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return SampleStream(split, sources, blend, tokenizer, fingerprint, _eod_id(files))
+    return SampleStream(split, sources, blend, tokenizer, fingerprint, _eod_id(files, tokenizer))
 
 
 def _prefixes(config: Config) -> list[str]:
     data = config.data
+    require_choice("data.kind", data.kind, DATA_KINDS)
+    without_effect = ("paths", "weights", "tokenizer") if data.kind == "python_stdlib" else ("max_bytes",)
+    for name in without_effect:
+        if getattr(data, name):
+            raise ConfigError(f"data.{name}={getattr(data, name)} has no effect with data.kind={data.kind}; remove it or change data.kind.")
     if data.kind == "python_stdlib":
         return [str(prepare_stdlib(data))]
-    require_choice("data.kind", data.kind, ("python_stdlib", "indexed"))
     if not data.paths:
         raise ConfigError("data.kind=indexed needs data.paths: prefixes of .bin/.idx pairs made by `moe-train prepare-data`.")
     return [str(Path(path).expanduser()) for path in data.paths]
@@ -219,8 +214,11 @@ def _tokenizer(config: Config, files: list[TokenFile]) -> Tokenizer:
     return load_tokenizer(beside if beside.is_file() else Path(files[0].prefix).parent)
 
 
-def _eod_id(files: list[TokenFile]) -> int | None:
-    return files[0].meta.get("eod_id")
+def _eod_id(files: list[TokenFile], tokenizer: Tokenizer) -> int | None:
+    """The appended end-of-document token; for a pair made by another program the one its tokenizer is known to use."""
+    if files[0].meta:
+        return files[0].meta.get("eod_id")
+    return next((tokenizer.token_to_id(name) for name in KNOWN_ENDS if tokenizer.token_to_id(name) is not None), None)
 
 
 def _check_rows(config: Config, split: str, sources: list[Source]) -> None:
@@ -232,6 +230,5 @@ def _check_rows(config: Config, split: str, sources: list[Source]) -> None:
             raise ConfigError(
                 f"the {split} split of {source.file.prefix} has {len(source.documents)} of {source.file.num_documents} documents and "
                 f"{source.num_tokens} tokens (data.split={data.split}), too few for one row of data.seq_len={data.seq_len} and its last "
-                "label. "
-                "Use more data, a shorter data.seq_len, or a larger share in data.split."
+                "label. Use more data, a shorter data.seq_len, or a larger share in data.split."
             )

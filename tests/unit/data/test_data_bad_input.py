@@ -287,6 +287,15 @@ def test_too_few_tokens_for_a_row_and_an_empty_validation_split(make_pair, index
         build_data(indexed_config([prefix], seq_len=1), "train")
 
 
+def test_options_without_effect(make_pair, indexed_config) -> None:
+    config = Config()
+    config.data.paths = ["a"]
+    with pytest.raises(ConfigError, match=r"data.paths=\['a'\] has no effect with data.kind=python_stdlib"):
+        build_data(config, "train")
+    with pytest.raises(ConfigError, match=r"data.max_bytes=5 has no effect with data.kind=indexed"):
+        build_data(indexed_config([make_pair("a", [9] * 9)], max_bytes=5), "train")
+
+
 def test_unknown_kind_split_and_cache_that_cannot_be_made(make_pair, indexed_config, tmp_path) -> None:
     config = indexed_config([make_pair("a", [9] * 9)])
     with pytest.raises(ConfigError, match=r"split=vaild is not known.*Did you mean `valid`"):
