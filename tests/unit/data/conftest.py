@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import io
 import json as json_package
-import this
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tokenizers import Tokenizer
 from moe_train.config import Config
 from moe_train.data.tokenizer import END_OF_TEXT, train_bpe
 from moe_train.data.writer import TokenWriter
+
+with contextlib.redirect_stdout(io.StringIO()):  # it prints itself on import, which would end up below pytest's last line
+    import this
 
 ZEN = codecs.decode(this.s, "rot13")
 MakePair = Callable[..., str]
