@@ -58,8 +58,8 @@ def is_muon(name: str, tensor: Tensor) -> bool:
     return is_decayed(name, tensor) and parts[0] not in ("embedding", "head") and "router" not in parts
 
 
-def build_optimizer(model: nn.Module, master: Mapping[str, Tensor], config: OptimConfig) -> Optimizer:
-    """master: name -> fp32 tensor for each trained parameter of `model`."""
+def build_optimizer(model: nn.Module, master: Mapping[str, Tensor], config: OptimConfig, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """master: name -> fp32 tensor for each trained parameter of `model`; dtype: what Muon's iteration computes in."""
     muon_names = {name for name, tensor in master.items() if config.name != "adamw" and is_muon(name, tensor)}
     rest = {name: tensor for name, tensor in master.items() if name not in muon_names}
     adamw = AdamW(
@@ -82,6 +82,7 @@ def build_optimizer(model: nn.Module, master: Mapping[str, Tensor], config: Opti
         nesterov=config.muon_nesterov,
         steps=config.muon_steps,
         rms_scale=config.muon_rms_scale,
+        dtype=dtype,
     )
     return Optimizer(adamw, muon)
 

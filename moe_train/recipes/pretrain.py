@@ -48,7 +48,7 @@ def build_trainer(config: Config, callbacks: list[Callback] | None = None) -> tu
     model.init_weights(config.seed)
     model.to(device)
     weights = Weights(model, config.train.precision)
-    optimizer = build_optimizer(model, weights.master, config.optim)
+    optimizer = build_optimizer(model, weights.master, config.optim, weights.dtype)
     progress = Progress()
     if folder is not None:
         load_training_state(folder, model, weights, optimizer)

@@ -18,13 +18,14 @@ from moe_train.optim.chunks import chunks
 class Weights:
     """The model's trained parameters as the optimizer sees them.
 
-    parameters: name -> what the model computes with; master: name -> fp32 tensor the optimizer updates (the parameter itself where it is
-    fp32).
+    dtype: what the matrices compute in. parameters: name -> what the model computes with; master: name -> fp32 tensor the optimizer
+    updates (the parameter itself where it is fp32).
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.master: dict[str, nn.Parameter] = dict(self.parameters)
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         full = {name: parameter.data for name, parameter in self.parameters.items()}
         self._summing = False
         # fp32 sums are kept from step to step: fresh memory costs more (page faults) than the addition itself.

@@ -68,6 +68,16 @@ def test_equals_torch_muon_within_its_own_rounding(shape: tuple[int, int], neste
     assert (ours - theirs.data).norm() < 1.01 * rounding + 1e-5 * exact.norm()
 
 
+def test_bf16_iteration_is_as_exact_as_torchs() -> None:
+    grad, shape = torch.randn(24, 40), (24, 40)
+    ours, theirs = torch.zeros(shape), torch.nn.Parameter(torch.zeros(shape))
+    Muon({"w": ours}, {"w": Split(1, (24,))}, 0.02, 0.1, 0.95, True, 5, 0.2, torch.bfloat16).step({"w": grad}, 1.0, 1.0)
+    theirs.grad = grad
+    torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    exact = -0.02 * 0.2 * math.sqrt(40) * plain_newton_schulz(grad)
+    assert (ours - exact).norm() < 1.5 * (theirs.data - exact).norm()
+
+
 def test_stacked_experts_are_orthogonalised_one_by_one_gate_and_up_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     num_experts, width, hidden = 5, 6, 8
     start, grad = torch.randn(num_experts, 2 * width, hidden), torch.randn(num_experts, 2 * width, hidden)

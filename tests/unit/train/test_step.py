@@ -86,7 +86,7 @@ def build(config: Config) -> Setup:
     model = Transformer(config.model, config.balance, parts)
     model.init_weights(0)
     weights = Weights(model, config.train.precision)
-    optimizer = build_optimizer(model, weights.master, config.optim)
+    optimizer = build_optimizer(model, weights.master, config.optim, weights.dtype)
     return Setup(model, weights, optimizer, TrainStep(model, weights, optimizer, config, CPU))
 
 
