@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from moe_train.config import ConfigError, RunError
 from moe_train.data.progress import Progress
-from moe_train.data.sources import Chunk, chunks, find_inputs, source_size
+from moe_train.data.sources import Chunk, chunks, find_inputs, kind_of, source_size
 from moe_train.data.tokenize import Encoded, Encoder, encode_in_worker, read_texts, start_worker
 from moe_train.data.tokenizer import train_bpe
 from moe_train.data.writer import TokenWriter, part
@@ -78,14 +78,19 @@ def _check_output(prefix: str, force: bool) -> None:
 
 
 def sample_texts(paths: list[Path], text_key: str) -> Iterator[str]:
-    """About BPE_SAMPLE_BYTES of the corpus, the first part of each file."""
-    left = BPE_SAMPLE_BYTES
-    for chunk in chunks(paths, limit_each=max(1, BPE_SAMPLE_BYTES // len(paths))):
-        for text in read_texts(chunk, text_key):
-            left -= len(text)
-            yield text
-        if left <= 0:
-            return
+    """About BPE_SAMPLE_BYTES of the corpus: every n-th text file, and the first part of each file that holds many documents."""
+    total = sum(map(source_size, paths))
+    stride = max(1, total // BPE_SAMPLE_BYTES)
+    chosen = [path for index, path in enumerate(paths) if kind_of(path) != "text" or index % stride == 0]
+    left = min(BPE_SAMPLE_BYTES, total)
+    with Progress("training the tokenizer", left, "bytes") as progress:
+        for chunk in chunks(chosen, limit_each=max(1, BPE_SAMPLE_BYTES // max(1, len(chosen)))):
+            for text in read_texts(chunk, text_key):
+                left -= len(text)
+                progress.advance(len(text))
+                yield text
+            if left <= 0:
+                return
 
 
 def _write(paths: list[Path], prefix: str, tokenizer: Tokenizer, eod: str | None, text_key: str, workers: int) -> Prepared:

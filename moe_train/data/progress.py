@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Progress:
-    """`with Progress('tokenizing', total, 'files') as bar: bar.advance(n)`. total None: unknown."""
+    """`with Progress('tokenizing', total, 'files') as bar: bar.advance(n)`. unit 'bytes' is shown in kB, MB, GB."""
 
-    def __init__(self, title: str, total: float | None, unit: str):
+    def __init__(self, title: str, total: float, unit: str):
         self.title, self.total, self.unit = title, total, unit
         self._bar: Any = None
         self._task: Any = None
@@ -18,17 +18,11 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn(self.unit),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
+            amount = (DownloadColumn(),) if self.unit == "bytes" else (MofNCompleteColumn(), TextColumn(self.unit))
+            columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(self.title, total=self.total)
             self._bar.start()

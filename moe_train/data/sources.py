@@ -104,19 +104,19 @@ def source_size(path: Path) -> int:
 def chunks(paths: list[Path], limit_each: int | None = None) -> Iterator[Chunk]:
     """The chunks of all inputs in order. limit_each: stop each input after about this many bytes (a sample of the corpus)."""
     texts: list[Path] = []
+    size = 0
     for path in paths:
-        if kind_of(path) == "text":
+        kind = kind_of(path)
+        if kind == "text":
             texts.append(path)
-            if sum(map(source_size, texts)) >= CHUNK_BYTES:
-                yield _text_chunk(texts)
-                texts = []
-            continue
-        if texts:
-            yield _text_chunk(texts)
-            texts = []
-        yield from _limited(_CHUNKERS[kind_of(path)](path), limit_each)
+            size += source_size(path)
+        if texts and (kind != "text" or size >= CHUNK_BYTES):
+            yield Chunk("text", [str(text) for text in texts], size)
+            texts, size = [], 0
+        if kind != "text":
+            yield from _limited(_CHUNKERS[kind](path), limit_each)
     if texts:
-        yield _text_chunk(texts)
+        yield Chunk("text", [str(text) for text in texts], size)
 
 
 def _limited(pieces: Iterator[Chunk], limit: int | None) -> Iterator[Chunk]:
@@ -126,10 +126,6 @@ def _limited(pieces: Iterator[Chunk], limit: int | None) -> Iterator[Chunk]:
         seen += max(piece.source_bytes, sum(map(len, piece.lines)))
         if limit is not None and seen >= limit:
             return
-
-
-def _text_chunk(paths: list[Path]) -> Chunk:
-    return Chunk("text", [str(path) for path in paths], sum(map(source_size, paths)))
 
 
 def _line_chunks(path: Path) -> Iterator[Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from tokenizers import Tokenizer
 
 from moe_train.config import ConfigError
 from moe_train.data import build_data, sources
+from moe_train.data import prepare as prepare_module
 from moe_train.data.indexed import TokenFile
+from moe_train.data.sources import find_inputs
 from moe_train.data.tokenizer import END_OF_TEXT, end_token, load_tokenizer, tokenizer_hash
 from moe_train.data.writer import SUFFIXES, file_sha256, part
 from moe_train.recipes import prepare_data
@@ -147,6 +150,21 @@ def test_train_bpe_on_the_corpus_then_train_from_it(tmp_path, texts, indexed_con
     assert stream.eod_id == stream.tokenizer.token_to_id(END_OF_TEXT) == 0
     assert documents(tmp_path / "p", stream.tokenizer) == texts
     assert stream.batch(0, 4).tokens_BT.shape == (4, 32)
+
+
+def test_a_vocabulary_is_trained_on_a_sample_spread_over_all_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(prepare_module, "BPE_SAMPLE_BYTES", 4000)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)
+    (tmp_path / "texts").mkdir()
+    for index in range(100):
+        (tmp_path / "texts" / f"{index:02d}.txt").write_text(f"text {index:02d} " + "x" * 92)
+    write_jsonl(tmp_path, [f"line {index:03d} " + "y" * 91 for index in range(200)])
+    sample = list(prepare_module.sample_texts(find_inputs([str(tmp_path / "texts"), str(tmp_path / "a.jsonl")], None), "text"))
+    assert sum(map(len, sample)) < 6000
+    numbers = [int(text.split()[1]) for text in sample if text.startswith("text")]
+    assert len(numbers) > 8
+    assert max(numbers) > 80
+    assert any(text.startswith("line") for text in sample)
 
 
 def test_text_key_glob_and_no_end_token(tmp_path, tokenizer_path, texts) -> None:
@@ -294,6 +312,20 @@ def test_no_room_for_the_output_is_a_run_error_and_leaves_nothing(tmp_path, toke
     assert "Nothing was left" in done.stdout
     assert not list(tmp_path.glob("p.*"))
     assert not list(tmp_path.glob(".p.half*"))
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path, tokenizer_path, texts) -> None:
+    code = "import sys; from moe_train.data.prepare import prepare; prepare([sys.argv[1]], sys.argv[2], 300, None, workers=1)"
+    command = [sys.executable, "-c", code, str(write_jsonl(tmp_path, texts)), str(tmp_path / "p")]
+    terminal, inside = os.openpty()
+    done = subprocess.run(command, stderr=inside, stdout=subprocess.PIPE, timeout=120, env={**os.environ, "TERM": "xterm"})
+    os.close(inside)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert done.stdout == b""
+    assert "training the tokenizer" in shown
+    assert "tokenizing" in shown
 
 
 def test_nothing_on_stderr_when_it_is_no_terminal(tmp_path, tokenizer_path, texts, capfd) -> None:
