@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_train.config import ConfigError
+from moe_train.config import Config, ConfigError
 from moe_train.data import build_data, epoch, indexed
 from moe_train.data.split import split_documents
 from moe_train.data.writer import TokenWriter, part
@@ -47,13 +48,11 @@ def reference_rows(prefix: str, seq_len: int, seed: int, number: int) -> list[tu
     return [(tokens[span], owners[span]) for span in spans]
 
 
-@pytest.mark.parametrize("seq_len", [2, 8, 33])
-def test_rows_labels_and_documents_equal_a_plain_reference_over_three_epochs(make_pair, indexed_config, seq_len: int) -> None:
-    prefix = make_pair("a", LENGTHS)
-    config = indexed_config([prefix], seq_len=seq_len)
+def assert_equals_reference(prefix: str, config: Config, epochs: int) -> None:
     stream = build_data(config, "train")
-    expected = [row for number in range(3) for row in reference_rows(prefix, seq_len, config.seed, number)]
-    assert len(expected) == 3 * stream.num_sequences
+    seq_len = config.data.seq_len
+    expected = [row for number in range(epochs) for row in reference_rows(prefix, seq_len, config.seed, number)]
+    assert len(expected) == epochs * stream.num_sequences
     batch = stream.batch(0, len(expected))
     assert batch.tokens_BT.dtype == batch.labels_BT.dtype == batch.document_ids_BT.dtype == torch.int64
     for index, (tokens, owners) in enumerate(expected):
@@ -61,9 +60,22 @@ def test_rows_labels_and_documents_equal_a_plain_reference_over_three_epochs(mak
         labels = [tokens[i + 1] if owners[i] == owners[i + 1] else IGNORE for i in range(seq_len)]
         assert batch.labels_BT[index].tolist() == labels
         ids = batch.document_ids_BT[index].tolist()
-        assert [a == b for a, b in zip(ids, ids[1:], strict=False)] == [a == b for a, b in zip(owners[:-1], owners[1:-1], strict=False)]
+        assert [a == b for a, b in itertools.pairwise(ids)] == [a == b for a, b in itertools.pairwise(owners[:-1])]
         assert ids == sorted(ids)
         assert ids[0] == 0
+
+
+@pytest.mark.parametrize("seq_len", [2, 8, 33])
+def test_rows_labels_and_documents_equal_a_plain_reference_over_three_epochs(make_pair, indexed_config, seq_len: int) -> None:
+    prefix = make_pair("a", LENGTHS)
+    assert_equals_reference(prefix, indexed_config([prefix], seq_len=seq_len), 3)
+
+
+@SAME_FIXTURES
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20), seq_len=st.integers(2, 20))
+def test_any_documents_equal_the_plain_reference(make_pair, indexed_config, lengths: list[int], seq_len: int) -> None:
+    prefix = make_pair("a", [*lengths, 21])
+    assert_equals_reference(prefix, indexed_config([prefix], seq_len=seq_len), 2)
 
 
 def test_every_token_of_an_epoch_is_read_once_but_for_the_rest(make_pair, indexed_config) -> None:
