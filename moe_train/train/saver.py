@@ -48,6 +48,10 @@ class Saver:
         if self._flying is not None and self._flying[1].done():
             self.wait()
 
+    def close(self) -> None:
+        """Let a write that is under way end (a run that failed still keeps its last checkpoint), then free the thread."""
+        self._threads.shutdown(wait=True)
+
     def wait(self, last: bool = False) -> None:
         """Until nothing is in flight. A refusal by the disk is a warning, or a RunError for the last save."""
         if self._flying is None:

@@ -83,6 +83,11 @@ class Trainer:
         try:
             with StopSignal() as stop:
                 self._call("on_start", self)
+                if self.step >= self.config.train.steps:
+                    print(
+                        f"step {self.step} of train.steps={self.config.train.steps} is done already; raise train.steps to go on.",
+                        file=sys.stderr,
+                    )
                 while self.step < self.config.train.steps and not stop.requested:
                     self._one_step(stop)
                 if self.step > self.resumed_step:
@@ -93,6 +98,7 @@ class Trainer:
                     print(f"{stop.received.name}: saved step {self.step}; the same command continues from there.", file=sys.stderr)
                 return stop.exit_code
         finally:
+            self.saver.close()
             self._call("on_end", self, status)
 
     def _one_step(self, stop: StopSignal) -> None:
