@@ -1,0 +1,1 @@
+"""Hydra groups. Data only; the code that composes them is moe_train/config/compose.py."""
