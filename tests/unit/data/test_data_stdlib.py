@@ -47,10 +47,11 @@ def test_from_nothing_to_batches_of_python_source(config) -> None:
     train, valid = build_data(config, "train"), build_data(config, "valid")
     assert train.tokenizer.get_vocab_size() == 512
     assert 1.5 < valid.bytes_per_token < 5
-    assert train.num_sequences > 10 * valid.num_sequences / 2 > 10
-    text = train.tokenizer.decode(train.batch(0, 8).tokens_BT.flatten().tolist())
-    assert "def " in text or "import" in text
-    assert train.num_tokens * train.bytes_per_token + valid.num_tokens * valid.bytes_per_token == pytest.approx(400_000, rel=0.03)
+    assert train.num_sequences > 2 * valid.num_sequences > 10
+    text = train.tokenizer.decode(train.batch(0, train.num_sequences // 2).tokens_BT.flatten().tolist())
+    assert "def " in text
+    assert "import" in text
+    assert 350_000 < train.num_tokens * train.bytes_per_token + valid.num_tokens * valid.bytes_per_token <= 400_000
 
 
 def test_another_folder_and_another_process_give_the_same_rows(config, tmp_path) -> None:

@@ -234,6 +234,13 @@ def test_splits_are_disjoint_ranges_of_documents_that_leave_none_out(split: str,
             assert abs(sizes[list(ranges[name])].sum() / sizes.sum() - weight / sum(weights)) < 0.05
 
 
+def test_a_split_border_is_the_document_border_nearest_to_the_wanted_share() -> None:
+    assert split_documents(np.full(100, 10), "90,9,1") == {"train": range(90), "valid": range(90, 99), "test": range(99, 100)}
+    assert split_documents(np.array([50, 30, 20]), "58,42,0")["train"] == range(1)  # 50 is nearer to 58 than 80
+    assert split_documents(np.array([50, 30, 20]), "72,28,0")["train"] == range(2)
+    assert split_documents(np.array([7]), "98,2,0") == {"train": range(1), "valid": range(1, 1), "test": range(1, 1)}
+
+
 def test_validation_holds_no_document_of_training_and_is_the_same_for_every_seed(make_pair, indexed_config) -> None:
     config = indexed_config([make_pair("a", [4] * 60, eod=None)], split="50,50,0", seq_len=4)  # 240 different tokens
     train, valid = build_data(config, "train"), build_data(config, "valid")
