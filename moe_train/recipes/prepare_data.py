@@ -93,6 +93,8 @@ def _build_index(args: argparse.Namespace) -> int:
     from moe_train.data import build_data
     from moe_train.data.split import SPLITS, parse_split
 
+    if args.epochs < 1:
+        raise ConfigError(f"--epochs {args.epochs}: at least 1 epoch is needed.")
     config = compose(args.build_index)
     for split, share in zip(SPLITS, parse_split(config.data.split), strict=True):
         if share == 0:
