@@ -10,6 +10,7 @@ from moe_train.data.split import parse_split
 from moe_train.model.flops import flops_per_token
 from moe_train.model.transformer import Transformer
 from moe_train.optim import build_optimizer, check_qk_clip
+from moe_train.train.alarm import LoadAlarm
 from moe_train.train.callbacks import Callback, MetricLines
 from moe_train.train.checkpoint import read_state
 from moe_train.train.device import compile_blocks, set_up
@@ -85,4 +86,4 @@ def _valid_stream(config: Config) -> SampleStream | None:
 
 def default_callbacks(config: Config) -> list[Callback]:
     """Who watches an ordinary run."""
-    return [MetricLines()]
+    return [MetricLines(), LoadAlarm(config.balance.alarm_max_vio)]

@@ -10,8 +10,8 @@ from moe_train.train.step import StepResult
 def step_record(result: StepResult, tokens: int, skipped: int, global_batch: int) -> Record:
     """step counts from 1 here: `step: 8` is the state after 8 steps, the name of its checkpoint.
 
-    loss is the LM loss alone; mtp_loss the mean over MTP depths; each balancing loss apart, summed over layers, already × its
-    coefficient as in the paper's total; tokens: all tokens of the run so far; skipped: steps skipped so far; dropped: token copies
+    loss is the LM loss alone; mtp_loss the mean over MTP depths; each balancing loss apart, the mean over layers before its coefficient
+    (1 is balanced for the auxiliary ones); tokens: all tokens of the run so far; skipped: steps skipped so far; dropped: token copies
     dropped by capacity this step.
     """
     record: Record = {
@@ -25,7 +25,7 @@ def step_record(result: StepResult, tokens: int, skipped: int, global_batch: int
     if result.mtp_losses:
         record["mtp_loss"] = sum(result.mtp_losses) / len(result.mtp_losses)
     for name, layers in result.recorder.losses.items():
-        record[name if name.endswith("_loss") else f"{name}_loss"] = sum(float(value) for value in layers.values())
+        record[name] = sum(float(value) for value in layers.values()) / len(layers)
     if result.recorder.load:
         record |= load_metrics(result.recorder.load)
     if result.recorder.dropped:
