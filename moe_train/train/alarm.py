@@ -25,7 +25,8 @@ class LoadAlarm(Callback):
             if self._above[index] == PATIENCE:
                 print(
                     f"warning: step {record['step']}: in MoE layer {index} the fullest expert has had more than "
-                    f"{1 + self.threshold:g} × the mean load for {PATIENCE} steps (MaxVio {max_vio:.2f}, balance.alarm_max_vio={self.threshold:g}). "
+                    f"{1 + self.threshold:g} × the mean load for {PATIENCE} steps (MaxVio {max_vio:.2f}, "
+                    f"balance.alarm_max_vio={self.threshold:g}). "
                     "Balancing is off or too weak: see balance.bias, balance.bias_rate and the auxiliary losses.",
                     file=sys.stderr,
                     flush=True,
