@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from moe_train.config import Config, ConfigError
+from moe_train.config import Config, ConfigError, RunError
 from moe_train.data import SampleStream, build_data
 from moe_train.data.split import parse_split
 from moe_train.model.flops import flops_per_token
@@ -23,11 +23,16 @@ from moe_train.train.trainer import Progress, Trainer
 
 def run(config: Config) -> int:
     """Train; returns the exit code."""
-    trainer, run_dir = build_trainer(config)
     try:
-        return trainer.run()
-    finally:
-        run_dir.close()
+        trainer, run_dir = build_trainer(config)
+        try:
+            return trainer.run()
+        finally:
+            run_dir.close()
+    except OSError as error:
+        # A full or failing disk under metrics, config or data; checkpoints have their own message.
+        what = f"{error.filename or config.run.dir}: {error.strerror or error}"
+        raise RunError(f"{what}. The checkpoints in {config.run.dir} are untouched; the same command continues from the newest.") from error
 
 
 def build_trainer(config: Config, callbacks: list[Callback] | None = None) -> tuple[Trainer, RunDir]:

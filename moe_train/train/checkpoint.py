@@ -139,13 +139,23 @@ def problems(folder: Path, hashes: bool = True) -> str:
     if version != VERSION:
         return f"its format is version {version}, and this program reads version {VERSION}"
     for name, wanted in files.items():
-        path = folder / name
-        if Path(name).name != name or not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != wanted.size:
-            return f"{name} has {path.stat().st_size} bytes instead of {wanted.size}"
-        if hashes and file_sum(path) != wanted:
-            return f"{name} does not have the SHA-256 of {MANIFEST}"
+        try:
+            why = _differs(folder, name, wanted, hashes)
+        except OSError as error:
+            why = f"{name} cannot be read ({error.strerror})"
+        if why:
+            return why
+    return ""
+
+
+def _differs(folder: Path, name: str, wanted: FileSum, hashes: bool) -> str:
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != wanted.size:
+        return f"{name} has {path.stat().st_size} bytes instead of {wanted.size}"
+    if hashes and file_sum(path) != wanted:
+        return f"{name} does not have the SHA-256 of {MANIFEST}"
     return ""
 
 

@@ -26,7 +26,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,9 @@ class Trainer:
     def step(self) -> int:
         return self.progress.step
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> float | None:
+        """Of the validation split, measured once."""
         return None if self.valid_stream is None else self.valid_stream.bytes_per_token
 
     def run(self) -> int:
@@ -127,7 +129,7 @@ class Trainer:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _evaluate(self, stop: StopSignal) -> Evaluation | None:
-        if self.valid_stream is None:
+        if self.valid_stream is None or self.bytes_per_token is None:
             return None
         count = min(self.config.train.eval_sequences, self.valid_stream.num_sequences)
         return evaluate(
@@ -135,7 +137,7 @@ class Trainer:
             self.valid_stream.batch,
             count,
             self.config.train.micro_batch,
-            self.valid_stream.bytes_per_token,
+            self.bytes_per_token,
             self.device,
             lambda: stop.requested,
         )

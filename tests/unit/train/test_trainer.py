@@ -274,6 +274,12 @@ def test_a_pickle_in_the_place_of_weights_is_refused(tmp_path: Path) -> None:
         load_model_for_inference(tmp_path)
 
 
+def test_a_disk_that_refuses_metrics_fails_the_run_in_words(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"metrics\.jsonl: Is a directory\. The checkpoints in .* are untouched; the same command continues"):
+        pretrain.run(make_config(tmp_path, steps=2))
+
+
 def test_evaluation_without_a_validation_split(tmp_path: Path) -> None:
     config = make_config(tmp_path / "a", eval_every=2)
     config.data.split = "100,0,0"
