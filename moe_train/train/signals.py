@@ -6,8 +6,8 @@ installs the handlers, and only while it trains.
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -48,4 +48,5 @@ class StopSignal:
             signal.raise_signal(number)
             return
         self.received = signal.Signals(number)
-        print(f"\n{self.received.name}: saving a checkpoint after this step; once more ends at once.", file=sys.stderr, flush=True)
+        # Not print: the signal may have interrupted one, and Python's buffered files refuse to be entered twice.
+        os.write(2, f"\n{self.received.name}: saving a checkpoint after this step; once more ends at once.\n".encode())
