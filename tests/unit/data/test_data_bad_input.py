@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_bad_parquet(refused, tmp_path) -> None:
     refused(r"b\.parquet has no column 'text' \(its columns: body\)", tmp_path / "b.parquet")
     parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "c.parquet")
     refused(r"c\.parquet row 1: 'text' is NoneType", tmp_path / "c.parquet")
+
+
+@pytest.mark.parametrize(("package", "name"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet"), ("datasets", "folder")])
+def test_optional_package_that_is_missing(refused, tmp_path, monkeypatch, package: str, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for file in ("a.jsonl.zst", "a.parquet", "folder/dataset_info.json", "folder/state.json"):
+        (tmp_path / file).write_bytes(b"{}")
+    monkeypatch.setitem(sys.modules, package, None)  # `import` fails as where it is not installed
+    refused(rf"needs the package {package}: pip install 'moe-train\[data\]'", tmp_path / name)
 
 
 def test_data_set_of_several_splits(refused, tmp_path) -> None:

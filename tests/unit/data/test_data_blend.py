@@ -63,6 +63,8 @@ def test_blended_stream_has_the_exact_counts_of_its_weights(make_pair, indexed_c
     """Tokens 1-100 come from a, 101-200 from b: 3 of 4 rows are a's in every stretch of four."""
     paths = [make_pair("a", [8] * 12, eod=None), make_pair("b", [8] * 12, first=101, eod=None)]
     stream = build_data(indexed_config(paths, weights=[3.0, 1.0]), "train")
+    assert build_data(indexed_config(paths, weights=[6.0, 2.0]), "train").fingerprint == stream.fingerprint
+    assert build_data(indexed_config(paths, weights=[3.0, 2.0]), "train").fingerprint != stream.fingerprint
     of_a = [row[0] <= 100 for row in stream.batch(0, 400).tokens_BT.tolist()]
     assert sum(of_a) == 300
     assert all(sum(of_a[start : start + 4]) == 3 for start in range(0, 400, 4))

@@ -126,6 +126,7 @@ def test_every_source_gives_the_same_documents(write, tmp_path, tokenizer, token
 def test_workers_change_nothing(write, tmp_path, tokenizer_path, texts, monkeypatch) -> None:
     monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
     monkeypatch.setattr(sources, "ROWS_A_CHUNK", 3)
+    monkeypatch.setattr(prepare_module, "CHUNKS_AHEAD", 1)  # more chunks than fit in flight, so that the order matters
     path = write(tmp_path, texts)
     for workers in (1, 2):
         prepare(path, "--output", tmp_path / f"p{workers}", "--tokenizer", tokenizer_path, "--workers", workers)
@@ -206,6 +207,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, tokenizer_path, caps
 
 
 def test_transformers_folder_names_the_end_token(tmp_path, tokenizer) -> None:
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # the fixture is shared
     tokenizer.add_special_tokens(["<stop>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
