@@ -31,11 +31,11 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor, ctx: ForwardContext) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         routing = self.router(x_BTD, ctx)
-        rows_RD, plan = self.dispatcher.dispatch(x_ND, routing.expert_ids_NK, routing.weights_NK)
+        rows_RD, plan = self.dispatcher.dispatch(x_ND, routing.expert_ids_NK, routing.weights_NK, routing.keep_NK)
         if self.recompute_experts and self.training:
-            rows_RD = recompute(self.experts, rows_RD, plan.counts)
+            rows_RD = recompute(self.experts, rows_RD, plan.counts_E)
         else:
-            rows_RD = self.experts(rows_RD, plan.counts)
+            rows_RD = self.experts(rows_RD, plan.counts_E)
         y_ND = self.dispatcher.combine(rows_RD, routing.weights_NK, plan)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
