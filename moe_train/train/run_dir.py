@@ -110,7 +110,7 @@ FIXED = (
     "optim.name",
 )
 """What must not change when a run continues: the next batch, or the state in the checkpoint, depends on it."""
-FREE = ("run.", "log.", "demo.", "train.", "parallel.", "data.", "optim.schedule.")
+FREE = ("run.", "log.", "demo.", "train.", "parallel.", "data.")
 """What may change without a word (the data themselves are compared by the stream's fingerprint, the schedule by `decay_span`)."""
 
 
@@ -123,10 +123,10 @@ def check_resumable(old: Config, new: Config, folder: Path) -> None:
             f"{folder} cannot be continued exactly: {'; '.join(broken)}. Restore the old value, or start a new run with another run.dir."
         )
     for key, a, b in changes:
-        if not key.startswith(FREE):
+        if not key.startswith(FREE) or key == "train.grad_clip":
             print(f"warning: {key} was {a} in {folder} and is {b} from here on.", file=sys.stderr)
     spans = [decay_span(c.optim.schedule, c.train.steps) for c in (old, new)]
-    if spans[0] != spans[1] or old.optim.schedule.min_lr_ratio != new.optim.schedule.min_lr_ratio:
+    if spans[0] != spans[1]:
         print(
             f"warning: the learning rate decays over steps {_span(spans[1])} from here on; the run so far followed {_span(spans[0])}.",
             file=sys.stderr,

@@ -143,12 +143,14 @@ def test_changes_that_alter_training_are_warned_about(tmp_path: Path, capsys: py
         put(new, key, value)
     check_resumable(config(tmp_path), new, tmp_path)
     assert capsys.readouterr().err == ""
-    put(new, "optim.lr", 1e-5)
-    put(new, "model.moe.top_k", 3)
+    for key, value in [("optim.lr", 1e-5), ("model.moe.top_k", 3), ("train.grad_clip", 0.5), ("optim.schedule.min_lr_ratio", 0.2)]:
+        put(new, key, value)
     check_resumable(config(tmp_path), new, tmp_path)
     said = capsys.readouterr().err
     assert "optim.lr was 0.0003" in said
     assert "model.moe.top_k was 0" in said
+    assert "train.grad_clip was 1.0" in said
+    assert "optim.schedule.min_lr_ratio was 0.1" in said
 
 
 def test_more_steps_warn_only_when_the_decay_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
