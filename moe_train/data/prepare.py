@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -121,9 +122,13 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
         for piece in pieces:
             yield piece.source_bytes, encode(piece)
         return
-    # spawn: forking a process whose tokenizer or BLAS has started threads can hang the child.
+    # spawn: forking a process whose tokenizer or BLAS has started threads can hang the child. The tokenizer goes by file: arguments larger
+    # than a pipe's buffer (64 kB) would leave this process waiting for ever when the child is killed while it starts.
+    folder = tempfile.TemporaryDirectory(prefix="moe_train-")
+    tokenizer_file = str(Path(folder.name) / "tokenizer.json")
+    tokenizer.save(tokenizer_file)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(tokenizer.to_str(), text_key))
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(tokenizer_file, text_key))
     waiting: deque[tuple[int, Future[Encoded]]] = deque()
     try:
         for piece in pieces:
@@ -138,3 +143,4 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
         raise RunError("a worker process died (killed, or out of memory). Try again with fewer --workers. Nothing was written.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        folder.cleanup()

@@ -21,10 +21,10 @@ Encoded = tuple[np.ndarray, np.ndarray, np.ndarray, int]
 _worker: dict[str, Any] = {}
 
 
-def start_worker(tokenizer_json: str, text_key: str) -> None:
+def start_worker(tokenizer_file: str, text_key: str) -> None:
     """Initialiser of a worker process. Threads of the tokenizer are off: the processes are the parallelism."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["encoder"] = Encoder(tokenizer_json, text_key)
+    _worker["encoder"] = Encoder(Path(tokenizer_file).read_text(encoding="utf-8"), text_key)
 
 
 def encode_in_worker(chunk: Chunk) -> Encoded:

@@ -19,7 +19,7 @@ from moe_train.data import build_data, sources
 from moe_train.data import prepare as prepare_module
 from moe_train.data.indexed import TokenFile
 from moe_train.data.sources import find_inputs
-from moe_train.data.tokenizer import END_OF_TEXT, end_token, load_tokenizer, tokenizer_hash
+from moe_train.data.tokenizer import END_OF_TEXT, end_token, load_tokenizer, tokenizer_hash, train_bpe
 from moe_train.data.writer import SUFFIXES, file_sha256, part
 from moe_train.recipes import prepare_data
 
@@ -270,6 +270,41 @@ def test_a_killed_preparation_leaves_nothing_that_opens_and_the_next_one_succeed
     path = write_jsonl(tmp_path, texts)
     prepare(path, "--output", tmp_path / "p", "--tokenizer", tokenizer_path, "--workers", 1)
     assert documents(tmp_path / "p", tokenizer) == texts
+
+
+TWO_WORKERS = """
+import sys
+from moe_train.config import RunError
+from moe_train.data import prepare
+from moe_train.data.tokenizer import load_tokenizer
+try:
+    prepare.prepare([sys.argv[1]], sys.argv[2], load_tokenizer(sys.argv[3]), None, workers=2)
+except RunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the worker processes through /proc")
+def test_a_worker_that_is_killed_while_it_starts_ends_the_preparation_with_one_message(tmp_path, texts) -> None:
+    """With a tokenizer larger than a pipe's buffer, which once left the parent waiting for ever."""
+    large = train_bpe([" ".join(f"{number:x}" for number in range(40_000))], 6000)
+    large.save(str(tmp_path / "large.json"))
+    assert (tmp_path / "large.json").stat().st_size > 100_000
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(texts) * 100)
+    command = [sys.executable, "-c", TWO_WORKERS, str(path), str(tmp_path / "p"), str(tmp_path / "large.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        children, workers = Path(f"/proc/{process.pid}/task/{process.pid}/children"), []
+        while not workers and process.poll() is None:
+            workers = [pid for pid in children.read_text().split() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(workers[0]), signal.SIGKILL)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "a worker process died" in out
+    assert not list(tmp_path.glob("p.*"))
+    assert not list(tmp_path.glob(".p.half*"))
 
 
 @pytest.mark.parametrize("number", range(len(SUFFIXES)))
