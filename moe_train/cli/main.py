@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 from moe_train import __version__
@@ -17,6 +18,9 @@ VERBS = {
     "inspect": "parameters, bytes, FLOPs and cache of a model, without building it",
 }
 HYDRA_VERBS = ("pretrain",)
+CONFIG_VERBS = ("pretrain", "inspect")
+"""Verbs whose arguments tab completion takes from the config."""
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
 USAGE = "usage: moe-train VERB [arguments]\n       moe-train VERB --help"
 
 
@@ -34,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone: nothing more to say.
-        sys.stderr.close()
+        # The reader of a pipe (`| head`) has gone: nothing more to say. Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
@@ -46,6 +50,11 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"moe-train {__version__}")
         return 0
+    flag = next((i for i, argument in enumerate(arguments[:2]) if argument in COMPLETION_FLAGS), None)
+    if flag is not None:
+        from moe_train.cli.hydra_verb import complete_shell
+
+        return complete_shell(arguments[flag + 1 :], list(VERBS), CONFIG_VERBS)
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         raise ConfigError(f"there is no verb `{verb}`; choose one of {', '.join(VERBS)}.{nearest(verb, VERBS)}")
