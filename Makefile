@@ -38,8 +38,8 @@ demo: setup  ## train the demo model on real text (about 6 minutes on two cores)
 test: lint  ## lint and every test (at most 15 minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-fast: setup  ## the tests not marked slow (3 minutes)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+test-fast: setup  ## unit and oracle tests that are not marked slow (3 minutes)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not e2e" $(PYTEST_ARGS)
 
 lint: setup  ## formatting, lint rules, types, Dockerfile and shell syntax
 	$(BIN)/ruff format --check --quiet .
