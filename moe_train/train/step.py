@@ -70,6 +70,7 @@ class TrainStep:
             clip = config.train.grad_clip
             self.optimizer.step(gradients, factor, min(1.0, clip / norm) if clip > 0 and norm > 0 else 1.0)
             if recorder.want_qk_max:
+                assert recorder.qk_max, "the attention layers recorded no largest logits"
                 result.clipped_heads = qk_clip(self.model, self.weights.master, recorder.qk_max, config.optim.qk_clip_tau)
             self.weights.publish()
             update_biases(self.model, recorder, config.balance)
