@@ -79,6 +79,9 @@ def _refuse_unknown(composed: DictConfig) -> None:
         for key, value in node.items():
             if key not in known:
                 full = f"{prefix}{key}"
+                while isinstance(value, dict) and len(value) == 1:
+                    [(inner, value)] = value.items()
+                    full = f"{full}.{inner}"
                 hint = nearest(full, [*known_keys(), *groups()])
                 raise ConfigError(f"{full} is no key and no group of the config.{hint}")
             if is_dataclass(known[key]) and isinstance(value, dict):
@@ -101,6 +104,10 @@ def explained() -> Iterator[None]:
 
 def explain(error: Exception) -> str:
     """One message out of Hydra's, for an unknown key, an unknown choice of a group, or a wrong value."""
+    override = getattr(error, "override", None)
+    if override:
+        reason = str(error).splitlines()[0].removeprefix(f"Error parsing override '{override}'")
+        return f"{override!r} is no override{': ' if reason else ''}{reason}. Write key=value, group=choice or +experiment=NAME."
     texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ is not None else [])
     text = "\n".join(texts)
     if (found := re.search(r"Could not override '(\w+)'", text)) and found[1] in groups():

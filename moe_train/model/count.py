@@ -1,7 +1,7 @@
 """How many parameters a model has, part by part, in all and active for one token. From the meta device: nothing is allocated.
 
-Active parameters are those that one token passes through: everything but the routed experts it does not visit (embedding and head included, as the
-published numbers do).
+Active parameters are those that one token passes through: everything but the routed experts it does not visit (embedding and
+head included, as the published numbers do).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ PARTS = ("embedding", "attention", "dense_ffn", "router", "routed_experts", "sha
 
 @dataclass
 class ParameterCount:
-    """total and active parameters; by_part and active_by_part with the keys of PARTS; selection_bias: entries of the router's bias buffers that the
-    published model carries (not parameters)."""
+    """total and active parameters; by_part and active_by_part with the keys of PARTS; selection_bias: entries of the router's bias buffers
+    that the published model carries (not parameters)."""
 
     total: int
     active: int
     by_part: dict[str, int]
     active_by_part: dict[str, int]
     selection_bias: int
+    active_matrices: int
+    """Active parameters that multiply a token: matrices of attention, FFN, router and MTP; no norm, bias, sink, embedding or head."""
 
 
 def part_of(name: str) -> str:
@@ -51,11 +53,15 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts of the model this config describes; a tied head counts once, as the embedding."""
     by_part = dict.fromkeys(PARTS, 0)
     active = dict.fromkeys(PARTS, 0)
+    matrices = 0
     for name, parameter in meta_model(config).named_parameters():
         part, size = part_of(name), parameter.numel()
         by_part[part] += size
         routed = ".experts." in name
-        active[part] += size * config.moe.top_k // config.moe.num_experts if routed else size
+        visited = size * config.moe.top_k // config.moe.num_experts if routed else size
+        active[part] += visited
+        if part not in ("embedding", "head") and parameter.dim() >= 2 and "bias" not in name:
+            matrices += visited
     moe_layers = config.ffn_kinds().count("moe")
     bias = moe_layers * config.moe.num_experts if config.moe.router.selection_bias else 0
-    return ParameterCount(sum(by_part.values()), sum(active.values()), by_part, active, bias)
+    return ParameterCount(sum(by_part.values()), sum(active.values()), by_part, active, bias, matrices)

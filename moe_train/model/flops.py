@@ -1,4 +1,4 @@
-"""Floating-point operations of one token, counted from the shapes: 2 for each multiply-add of every matrix product, attention's scores and sums included.
+"""Floating-point operations of one token, from the shapes: 2 for each multiply-add of every matrix product, attention's included.
 
 The backward pass costs twice the forward pass. Recomputation is not counted (model FLOPs, PaLM arXiv:2204.02311 appendix B).
 """
@@ -11,9 +11,7 @@ from moe_train.model.count import count_parameters
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """FLOPs of the forward pass of one token in a row of seq_len tokens (mean over positions, causal; MTP blocks included)."""
-    count = count_parameters(config)
-    parts = count.active_by_part
-    matrices = sum(parts[part] for part in ("attention", "dense_ffn", "router", "routed_experts", "shared_experts", "mtp"))
+    matrices = count_parameters(config).active_matrices
     # The head multiplies once for the main model and once for each MTP depth, also when it is tied to the embedding.
     matrices += config.vocab_size * config.hidden_size * (1 + config.mtp.depth)
     return 2.0 * matrices + sum(attention_flops(config, layer, seq_len) for layer in range(config.num_layers + config.mtp.depth))

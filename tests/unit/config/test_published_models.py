@@ -1,4 +1,4 @@
-"""Every published model has exactly the parameters of its release. Totals: the transformers models on the meta device, untied, without MTP."""
+"""Every published model has exactly the parameters of its release (totals: transformers on the meta device, untied, without MTP)."""
 
 from __future__ import annotations
 
