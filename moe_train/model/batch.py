@@ -24,8 +24,8 @@ PADDING = -1
 class Batch:
     """One micro-batch of packed rows.
 
-    tokens_BT int64; labels_BT int64, the next token of the same document or IGNORE; document_ids_BT int64, equal within a document, increasing
-    along the row, PADDING where there is no token.
+    tokens_BT int64; labels_BT int64, the next token of the same document or IGNORE; document_ids_BT int64, equal within a document,
+    increasing along the row, PADDING where there is no token.
     """
 
     tokens_BT: Tensor
@@ -77,8 +77,8 @@ def document_positions(document_ids_BT: Tensor) -> Tensor:
 class Denominators:
     """Token counts of the *global* batch (all micro-batches, all ranks) that every sum of the step is divided by. Law: one denominator.
 
-    tokens: tokens that are not padding (balancing losses); labels: positions with a label (LM loss); mtp: for each MTP depth k, positions whose
-    (k+1)-th next token lies in the same document.
+    tokens: tokens that are not padding (balancing losses); labels: positions with a label (LM loss); mtp: for each MTP depth k, positions
+    whose (k+1)-th next token lies in the same document.
     """
 
     tokens: int
@@ -97,7 +97,8 @@ class Recorder:
     """What one optimizer step saw, summed over its micro-batches. Keys are layer indices (MTP blocks follow the main layers).
 
     load: int64 [E], tokens sent to each expert (dropped ones included, padding and recomputation never); dropped: int64 scalar;
-    losses: name -> layer -> fp32 scalar, each already divided by the global denominator, so that the sum over micro-batches is the step's value;
+    losses: name -> layer -> fp32 scalar, each already divided by the global denominator, so that the sum over micro-batches is the step's
+    value;
     required_bias: int64 [E, bins], quantile balancing's histogram; qk_max: fp32 [H], the largest attention logit of each head (QK-clip).
     """
 
@@ -122,9 +123,9 @@ class Recorder:
 class ForwardContext:
     """What every block of one forward pass shares.
 
-    positions_BT int64, restarting at each document (with a cache: counted from its start); valid_BT bool, False on padding, or None when all count;
-    denominators None outside training (then no balancing gradient is injected); recorder None when nobody looks; global_load: layer -> [E] counts
-    of the whole global batch for the global-batch loss, when they are known beforehand.
+    positions_BT int64, restarting at each document (with a cache: counted from its start); valid_BT bool, False on padding, or None when
+    all count; denominators None outside training (then no balancing gradient is injected); recorder None when nobody looks; global_load:
+    layer -> [E] counts of the whole global batch for the global-batch loss, when they are known beforehand.
     """
 
     positions_BT: Tensor

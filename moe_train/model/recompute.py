@@ -1,7 +1,8 @@
 """Activation recompute that replays the routing (law: recompute never routes again).
 
-A recomputed forward pass could choose other experts than the first one (jitter, a tie, another kernel), so its shapes and gradients would not fit.
-Each checkpointed region owns a `RoutingTape`: the first pass records the chosen experts, the recomputed pass plays them back in the same order.
+A recomputed forward pass could choose other experts than the first one (jitter, a tie, another kernel), so its shapes and gradients would
+not fit. Each checkpointed region owns a `RoutingTape`: the first pass records the chosen experts, the recomputed pass plays them back in
+the same order.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _activate(tape: RoutingTape) -> Iterator[None]:
 
 
 def routed(choose: Callable[[], Tensor]) -> Tensor:
-    """The expert choice `choose()` makes, recorded or played back when inside a recomputed region. The router calls this and nothing else."""
+    """The expert choice `choose()` makes, recorded or played back when inside a recomputed region. The router calls this and nothing
+    else."""
     tape = _tape.get()
     return choose() if tape is None else tape.route(choose)
 

@@ -1,6 +1,8 @@
-"""Law: balancing gradients are injected, with an explicit denominator, so that they work under accumulation, recompute and every pipeline schedule.
+"""Law: balancing gradients are injected, with an explicit denominator, so that they work under accumulation, recompute and every pipeline
+schedule.
 
-A balancing loss is never added to the LM loss (whose logged value stays pure); its gradient enters the graph where the router's weights leave.
+A balancing loss is never added to the LM loss (whose logged value stays pure); its gradient enters the graph where the router's weights
+leave.
 """
 
 from __future__ import annotations
@@ -23,5 +25,6 @@ class _Inject(torch.autograd.Function):
 
 
 def inject(carrier: Tensor, loss: Tensor) -> Tensor:
-    """`carrier` unchanged; whoever calls backward through it also adds d(loss)/d(parameters). loss: scalar, already weighted and divided."""
+    """`carrier` unchanged; whoever calls backward through it also adds d(loss)/d(parameters). loss: scalar, already weighted and
+    divided."""
     return _Inject.apply(carrier, loss)

@@ -1,7 +1,7 @@
 """The load-balancing losses: one product f · P, three places to count f.
 
-All three are  L = Σ_i f_i P_i  with  f_i = E/(K·T) · #{choices of expert i}  and  P_i = mean over tokens of the router's probability for i, so that
-balanced routing gives exactly 1. f carries no gradient. They differ in the tokens over which f and P are counted:
+All three are  L = Σ_i f_i P_i  with  f_i = E/(K·T) · #{choices of expert i}  and  P_i = mean over tokens of the router's probability for i,
+so that balanced routing gives exactly 1. f carries no gradient. They differ in the tokens over which f and P are counted:
 
 - micro-batch (GShard arXiv:2006.16668, Switch arXiv:2101.03961 eq. 4-6): the micro-batch;
 - sequence-wise (DeepSeek-V3 arXiv:2412.19437 eq. 17-20): each row by itself, rows weighted by their tokens;

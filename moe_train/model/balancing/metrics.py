@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def load_metrics(load: dict[int, Tensor]) -> dict[str, float | list[float]]:
-    """load: layer -> int64 [E]. max_vio is the worst layer; load_min and load_max are fractions of the mean over all layers' experts; load_entropy is
-    the mean over layers of H(load)/ln(E), 1 when uniform; dead_experts counts experts without a token."""
+    """load: layer -> int64 [E]. max_vio is the worst layer; load_min and load_max are fractions of the mean over all layers' experts;
+    load_entropy is the mean over layers of H(load)/ln(E), 1 when uniform; dead_experts counts experts without a token."""
     if not load:
         return {}
     layers = [load[layer].double() for layer in sorted(load)]

@@ -1,9 +1,10 @@
 """Quantile balancing (Kimi K3, arXiv:2607.24653; background kexue.fm/archives/11619).
 
-Token i takes expert j when s_ij + b_j exceeds its cutoff α_i, the (K+1)-th largest biased score; so r_ij = α_i − s_ij is the bias that j would need.
-Setting b_j to the (K/E)-quantile of r_{:,j} over the global batch gives every expert its share: the exact coordinate minimiser of the dual of balanced
-assignment (DeepSeek's sign rule is sign descent on the same dual). The quantile is read from a histogram of `bins` equal bins over
-[b_min − 1, b_max + 1] (scores lie in [0, 1]), integers that add up over micro-batches and ranks; the error is at most a bin's width.
+Token i takes expert j when s_ij + b_j exceeds its cutoff α_i, the (K+1)-th largest biased score; so r_ij = α_i − s_ij is the bias that j
+would need. Setting b_j to the (K/E)-quantile of r_{:,j} over the global batch gives every expert its share: the exact coordinate minimiser
+of the dual of balanced assignment (DeepSeek's sign rule is sign descent on the same dual). The quantile is read from a histogram of `bins`
+equal bins over [b_min − 1, b_max + 1] (scores lie in [0, 1]), integers that add up over micro-batches and ranks; the error is at most a
+bin's width.
 
 Shapes: N tokens, E experts, K experts per token.
 """

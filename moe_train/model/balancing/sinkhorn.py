@@ -1,7 +1,8 @@
-"""Sinkhorn selection (S-BASE, arXiv:2202.01169; Megatron-LM): experts are chosen on scores whose rows and columns have been normalised in turn.
+"""Sinkhorn selection (S-BASE, arXiv:2202.01169; Megatron-LM): experts are chosen on scores whose rows and columns have been normalised in
+turn.
 
-exp(logits) is scaled by row and column factors d0, d1 until every token sums to 1/N and every expert to 1/E. Combine weights still come from the plain
-scores. It sees one micro-batch, so its choice depends on the micro-batch size; it is used in training only.
+exp(logits) is scaled by row and column factors d0, d1 until every token sums to 1/N and every expert to 1/E. Combine weights still come
+from the plain scores. It sees one micro-batch, so its choice depends on the micro-batch size; it is used in training only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The router: which experts a token visits, and with which weights.
 
-Scores s = softmax(l), sigmoid(l) or sqrt(softplus(l)) of l = W x in fp32. The K experts with the largest s + b are chosen (b: selection bias,
+Scores s = softmax(l), sigmoid(l) or sqrt(softplus(l)) of l = W x in fp32. The K experts with the largest s + b are chosen (b: selection
+bias,
 arXiv:2408.15664), inside the best groups where routing is group-limited (DeepSeek-V3 §2.1.2); the weights come from s without b.
 
 Shapes: B sequences, T tokens, N = B·T, E experts, K experts per token, G groups.
@@ -28,8 +29,8 @@ from moe_train.model.recompute import is_replay, routed
 
 @dataclass
 class Routing:
-    """expert_ids_NK int64, distinct in a row; weights_NK fp32, from unbiased scores; keep_NK bool, False where a choice is dropped (over capacity, or
-    padding), None when all are kept."""
+    """expert_ids_NK int64, distinct in a row; weights_NK fp32, from unbiased scores; keep_NK bool, False where a choice is dropped (over
+    capacity, or padding), None when all are kept."""
 
     expert_ids_NK: Tensor
     weights_NK: Tensor
@@ -154,12 +155,13 @@ class Router(nn.Module):
             return ctx.global_load[self.layer]
         if self.balance.global_counts == "buffer" and ctx.recorder is not None:
             seen = ctx.recorder.load[self.layer]
-            return routed(lambda: seen.clone())
+            return routed(seen.clone)
         return load_E
 
 
 def score(logits_NE: Tensor, config: RouterConfig) -> Tensor:
-    """softmax, sigmoid, or sqrt(softplus) (DeepSeek-V4) of the logits. With softmax after top-k the choice is made on the logits themselves."""
+    """softmax, sigmoid, or sqrt(softplus) (DeepSeek-V4) of the logits. With softmax after top-k the choice is made on the logits
+    themselves."""
     if config.score == "softmax":
         return logits_NE if config.softmax_order == "after_topk" else logits_NE.softmax(-1)
     return logits_NE.sigmoid() if config.score == "sigmoid" else F.softplus(logits_NE).sqrt()
@@ -174,8 +176,8 @@ def probabilities(logits_NE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def limit_to_groups(biased_NE: Tensor, config: RouterConfig) -> Tensor:
-    """-inf outside the topk_groups best groups. A group's score is the sum of its two best biased scores (DeepSeek-V3) or its best one (V2). A mask of
-    0 instead would let a masked expert win over a chosen one whose biased score is negative."""
+    """-inf outside the topk_groups best groups. A group's score is the sum of its two best biased scores (DeepSeek-V3) or its best one
+    (V2). A mask of 0 instead would let a masked expert win over a chosen one whose biased score is negative."""
     grouped_NGE = biased_NE.unflatten(-1, (config.num_groups, -1))
     if config.group_score == "top2_sum":
         group_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[-1]), dim=-1).values.sum(-1)
@@ -198,7 +200,8 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 
 
 def within_capacity(ids_NK: Tensor, weights_NK: Tensor, keep_NK: Tensor | None, capacity: int, by_score: bool) -> Tensor:
-    """bool [N, K]: the first `capacity` choices of each expert, by weight (largest first) or by position. Choices not kept before take no place."""
+    """bool [N, K]: the first `capacity` choices of each expert, by weight (largest first) or by position. Choices not kept before take no
+    place."""
     ids, order = ids_NK.flatten(), torch.arange(ids_NK.numel(), device=ids_NK.device)
     if by_score:
         order = weights_NK.flatten().argsort(descending=True, stable=True)
