@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -203,6 +204,19 @@ def test_wheel_ships_config_and_both_packages(tmp_path: Path) -> None:
     assert expected - names == set()
     assert not [name for name in names if name.startswith(("tests", "bench", "docs"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    _assert_wheel_composes(wheel, tmp_path)
+
+
+def _assert_wheel_composes(wheel: Path, tmp_path: Path) -> None:
+    """The unpacked wheel, away from the sources, finds its own config."""
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    code = "import moe_train, sys; from moe_train.cli import main; print(moe_train.__file__); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "pretrain", "--cfg", "job", "+experiment=demo"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(unpacked))
+    assert "name: tiny_mla_moe" in done.stdout
 
 
 def _copy_of_sources(tmp_path: Path) -> Path:

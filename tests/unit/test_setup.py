@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -111,6 +112,13 @@ def test_dockerfile_copies_all_that_the_wheel_needs(repo_root: Path) -> None:
     assert lines[0] == "*"
     assert kept == {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "moe_train", "parallel", "conf"}
     assert all((repo_root / name).exists() for name in kept)
+
+
+def test_pre_commit_hooks_are_local_and_well_formed(repo_root: Path) -> None:
+    subprocess.run([Path(sys.executable).parent / "pre-commit", "validate-config", ".pre-commit-config.yaml"], cwd=repo_root, check=True)
+    config = yaml.safe_load((repo_root / ".pre-commit-config.yaml").read_text())
+    assert [repo["repo"] for repo in config["repos"]] == ["local"]
+    assert all(hook["language"] == "system" for repo in config["repos"] for hook in repo["hooks"])
 
 
 def test_licence_is_apache_2(repo_root: Path) -> None:
