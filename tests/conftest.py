@@ -5,11 +5,13 @@ The environment is set before anything imports torch; worker processes of pytest
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def _seeded() -> None:
     if torch is not None and hasattr(torch, "manual_seed"):
         torch.manual_seed(0)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logging_restored() -> Iterator[None]:
+    """Hydra sets up the root logger with the stdout of the moment; the next test's stdout is another one."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.setLevel(level)
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
