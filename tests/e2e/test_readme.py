@@ -26,6 +26,7 @@ SHORTENED = {
 """Command as documented -> the same with fewer steps and less data."""
 
 NOT_RUN = {
+    "make setup": "is what built the environment that runs this test",
     "make test": "is what runs this test",
     "make test-fast": "is a part of `make test`",
     "make format": "would rewrite the work tree under test",
