@@ -80,6 +80,11 @@ def end_token(tokenizer: Tokenizer, beside: Path | None = None) -> str:
     )
 
 
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Id of the first of KNOWN_ENDS that the tokenizer has: where generation stops."""
+    return next((id_ for id_ in map(tokenizer.token_to_id, KNOWN_ENDS) if id_ is not None), None)
+
+
 def new_bpe() -> Tokenizer:
     """An untrained byte-level BPE (GPT-2's pre-tokenization): any text is coded without loss and without an unknown token."""
     tokenizer = Tokenizer(models.BPE())

@@ -10,6 +10,7 @@ from moe_train.data.split import parse_split
 from moe_train.model.flops import flops_per_token
 from moe_train.model.transformer import Transformer
 from moe_train.optim import build_optimizer, check_qk_clip
+from moe_train.recipes.demo import after_training
 from moe_train.train.alarm import LoadAlarm
 from moe_train.train.callbacks import Callback, MetricLines
 from moe_train.train.checkpoint import read_state
@@ -26,7 +27,10 @@ def run(config: Config) -> int:
     try:
         trainer, run_dir = build_trainer(config)
         try:
-            return trainer.run()
+            code = trainer.run()
+            if trainer.step >= config.train.steps:
+                after_training(trainer)
+            return code
         finally:
             run_dir.close()
     except OSError as error:
