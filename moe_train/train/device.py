@@ -8,6 +8,7 @@ import torch
 
 from moe_train.config import ConfigError, TrainConfig
 from moe_train.model.transformer import Block, Transformer
+from moe_train.train.allocator import keep_freed_memory
 
 
 def choose_device(name: str) -> torch.device:
@@ -34,6 +35,7 @@ def set_up(config: TrainConfig) -> torch.device:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
+    keep_freed_memory()
     return choose_device(config.device)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_train.config import ModelConfig
+from moe_train.model.attention.blocked import attend
 from moe_train.model.attention.cache import LayerCache
 from moe_train.model.attention.mask import cached_mask
 from moe_train.model.attention.rope import cos_sin, rotate, softmax_scale
 from moe_train.model.batch import ForwardContext
+from moe_train.model.linear import Linear
 from moe_train.model.norm import RMSNorm
 
 
@@ -27,10 +28,10 @@ class GroupedQueryAttention(nn.Module):
         self.window = a.sliding_window if a.sliding_window and layer % a.sliding_window_every == 0 else None
         self.scale = softmax_scale(a.rope, a.head_dim)
         self.rotated = int(a.head_dim * a.rope.fraction)
-        self.q_proj = nn.Linear(config.hidden_size, a.num_heads * a.head_dim, bias=a.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
-        self.o_proj = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)
+        self.q_proj = Linear(config.hidden_size, a.num_heads * a.head_dim, bias=a.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
+        self.o_proj = Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)
         if a.qk_norm != "none":
             per_head = a.qk_norm == "per_head"
             self.q_norm = RMSNorm(a.head_dim if per_head else a.num_heads * a.head_dim, config.norm_eps)
@@ -62,11 +63,8 @@ class GroupedQueryAttention(nn.Module):
         return torch.cat([rotate(x[..., : self.rotated], cos, sin, self.config.rope.interleaved), x[..., self.rotated :]], dim=-1)
 
     def _attend(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None) -> Tensor:
-        gqa = self.config.num_heads != self.config.num_kv_heads
         if not self.config.sinks:
-            return F.scaled_dot_product_attention(
-                q_BHTC, k_BGSC, v_BGSC, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=gqa
-            )
+            return attend(q_BHTC, k_BGSC, v_BGSC, mask, self.scale, self.window)
         repeat = self.config.num_heads // self.config.num_kv_heads
         k, v = k_BGSC.repeat_interleave(repeat, 1), v_BGSC.repeat_interleave(repeat, 1)
         logits = (q_BHTC @ k.transpose(-1, -2)).float() * self.scale

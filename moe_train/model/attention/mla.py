@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_train.config import ModelConfig
+from moe_train.model.attention.blocked import attend
 from moe_train.model.attention.cache import LayerCache
 from moe_train.model.attention.mask import cached_mask
 from moe_train.model.attention.rope import cos_sin, rotate, softmax_scale
 from moe_train.model.batch import ForwardContext
+from moe_train.model.linear import Linear
 from moe_train.model.norm import RMSNorm
 
 
@@ -31,15 +32,15 @@ class MultiHeadLatentAttention(nn.Module):
         self.qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
         self.scale = softmax_scale(a.rope, self.qk_dim)
         if a.q_lora_rank:
-            self.q_down_proj = nn.Linear(config.hidden_size, a.q_lora_rank, bias=False)
+            self.q_down_proj = Linear(config.hidden_size, a.q_lora_rank, bias=False)
             self.q_norm = RMSNorm(a.q_lora_rank, config.norm_eps)
-            self.q_up_proj = nn.Linear(a.q_lora_rank, a.num_heads * self.qk_dim, bias=False)
+            self.q_up_proj = Linear(a.q_lora_rank, a.num_heads * self.qk_dim, bias=False)
         else:
-            self.q_proj = nn.Linear(config.hidden_size, a.num_heads * self.qk_dim, bias=False)
-        self.kv_down_proj = nn.Linear(config.hidden_size, a.kv_lora_rank + a.qk_rope_head_dim, bias=False)
+            self.q_proj = Linear(config.hidden_size, a.num_heads * self.qk_dim, bias=False)
+        self.kv_down_proj = Linear(config.hidden_size, a.kv_lora_rank + a.qk_rope_head_dim, bias=False)
         self.kv_norm = RMSNorm(a.kv_lora_rank, config.norm_eps)
-        self.kv_up_proj = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
-        self.o_proj = nn.Linear(a.num_heads * a.v_head_dim, config.hidden_size, bias=False)
+        self.kv_up_proj = Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
+        self.o_proj = Linear(a.num_heads * a.v_head_dim, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor, ctx: ForwardContext, cache: LayerCache | None = None) -> Tensor:
         a = self.config
@@ -55,10 +56,7 @@ class MultiHeadLatentAttention(nn.Module):
         k_nope, v = self.kv_up_proj(latent).unflatten(-1, (a.num_heads, -1)).split([a.qk_nope_head_dim, a.v_head_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, a.num_heads, -1)], dim=-1)
-        mask = ctx.mask.dense()
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, scale=self.scale
-        )
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx.mask.dense(), self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _decode(self, q_nope: Tensor, q_rope: Tensor, latent_BSK: Tensor, k_rope_BSR: Tensor) -> Tensor:
