@@ -134,6 +134,8 @@ class ForwardContext:
     denominators: Denominators | None = None
     recorder: Recorder | None = None
     global_load: dict[int, Tensor] | None = None
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """cos and sin by rotated width, made by the first layer that needs them (attention/rope.py)."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from moe_train.config import ModelConfig
 from moe_train.model.attention.blocked import attend
 from moe_train.model.attention.cache import LayerCache
 from moe_train.model.attention.mask import cached_mask
+from moe_train.model.attention.qk_max import record_qk_max
 from moe_train.model.attention.rope import cos_sin, rotate, softmax_scale
 from moe_train.model.batch import ForwardContext
 from moe_train.model.linear import Linear
@@ -47,10 +48,11 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, a.head_dim)) for y in (q, k, v))
         if a.qk_norm == "per_head":
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = cos_sin(a.rope, self.rotated, ctx.positions_BT)
+        cos, sin = cos_sin(a.rope, self.rotated, ctx)
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         if cache is None:
             mask = ctx.mask.dense(self.window)
+            record_qk_max(ctx, self.layer, q.transpose(1, 2), k.transpose(1, 2), mask, self.scale)
         else:
             k, v = cache.append(k, v)
             mask = cached_mask(q.shape[1], k.shape[1], self.window, q.device)

@@ -1,4 +1,5 @@
-"""Which keys a query may see: causal, inside its own document, optionally inside a sliding window. Built once per forward pass and shared by all layers.
+"""Which keys a query may see: causal, inside its own document, optionally inside a sliding window. Built once per forward pass and
+shared by all layers.
 
 Shapes: B sequences, T queries, S keys (S = T without a cache).
 """

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2 arXiv:2405.04434 §2.1, DeepSeek-V3 arXiv:2412.19437 §2.1.1).
 
-Shapes: B sequences, T tokens, S keys, H heads, Q query latent, K key/value latent, N width without position (nope), R rotary width, V value width.
+Shapes: B sequences, T tokens, S keys, H heads, Q query latent, K key/value latent, N width without position (nope), R rotary width, V value
+width.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from moe_train.config import ModelConfig
 from moe_train.model.attention.blocked import attend
 from moe_train.model.attention.cache import LayerCache
 from moe_train.model.attention.mask import cached_mask
+from moe_train.model.attention.qk_max import record_qk_max
 from moe_train.model.attention.rope import cos_sin, rotate, softmax_scale
 from moe_train.model.batch import ForwardContext
 from moe_train.model.linear import Linear
@@ -48,7 +50,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope, q_rope = q.unflatten(-1, (a.num_heads, self.qk_dim)).split([a.qk_nope_head_dim, a.qk_rope_head_dim], dim=-1)
         latent, k_rope = self.kv_down_proj(x_BTD).split([a.kv_lora_rank, a.qk_rope_head_dim], dim=-1)
         latent = self.kv_norm(latent)
-        cos, sin = cos_sin(a.rope, a.qk_rope_head_dim, ctx.positions_BT)
+        cos, sin = cos_sin(a.rope, a.qk_rope_head_dim, ctx)
         q_rope = rotate(q_rope, cos, sin, a.rope.interleaved)
         k_rope = rotate(k_rope.unsqueeze(2), cos, sin, a.rope.interleaved).squeeze(2)
         if cache is not None:
@@ -56,7 +58,9 @@ class MultiHeadLatentAttention(nn.Module):
         k_nope, v = self.kv_up_proj(latent).unflatten(-1, (a.num_heads, -1)).split([a.qk_nope_head_dim, a.v_head_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, a.num_heads, -1)], dim=-1)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx.mask.dense(), self.scale)
+        mask = ctx.mask.dense()
+        record_qk_max(ctx, self.layer, q.transpose(1, 2), k.transpose(1, 2), mask, self.scale)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _decode(self, q_nope: Tensor, q_rope: Tensor, latent_BSK: Tensor, k_rope_BSR: Tensor) -> Tensor:

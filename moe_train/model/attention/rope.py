@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_train.config import RopeConfig
+from moe_train.model.batch import ForwardContext
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -53,11 +54,13 @@ def inverse_frequencies(config: RopeConfig, width: int, device: torch.device | N
     return frequency / config.factor * (1 - keep) + frequency * keep
 
 
-def cos_sin(config: RopeConfig, width: int, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [B, T, 1, R/2] each, times YaRN's attention factor."""
-    angle = positions_BT[..., None].float() * inverse_frequencies(config, width, positions_BT.device)
-    factor = _attention_factor(config)
-    return (angle.cos() * factor).unsqueeze(2), (angle.sin() * factor).unsqueeze(2)
+def cos_sin(config: RopeConfig, width: int, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    """fp32 [B, T, 1, R/2] each, times YaRN's attention factor; computed once per forward pass and shared by its layers."""
+    if width not in ctx.rotations:
+        angle = ctx.positions_BT[..., None].float() * inverse_frequencies(config, width, ctx.positions_BT.device)
+        factor = _attention_factor(config)
+        ctx.rotations[width] = (angle.cos() * factor).unsqueeze(2), (angle.sin() * factor).unsqueeze(2)
+    return ctx.rotations[width]
 
 
 def rotate(x_BTHR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
