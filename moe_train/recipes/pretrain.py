@@ -12,10 +12,14 @@ from moe_train.model.transformer import Transformer
 from moe_train.optim import build_optimizer, check_qk_clip
 from moe_train.recipes.demo import after_training
 from moe_train.train.alarm import LoadAlarm
-from moe_train.train.callbacks import Callback, MetricLines
+from moe_train.train.callbacks import Callback
 from moe_train.train.checkpoint import read_state
+from moe_train.train.console import Console, Utilisation
 from moe_train.train.device import compile_blocks, set_up
+from moe_train.train.loggers import build_loggers, check_loggers
+from moe_train.train.metrics import MetricsWriter
 from moe_train.train.precision import Weights
+from moe_train.train.report import Report
 from moe_train.train.restore import load_training_state
 from moe_train.train.run_dir import CONFIG, TOKENIZER, RunDir, check_resumable, read_config
 from moe_train.train.schedule import BatchSchedule
@@ -41,6 +45,7 @@ def run(config: Config) -> int:
 
 def build_trainer(config: Config, callbacks: list[Callback] | None = None) -> tuple[Trainer, RunDir]:
     """A Trainer ready to run, resumed when run.dir holds a checkpoint. ConfigError for everything a user can fix."""
+    check_loggers(config.log.loggers)
     device = set_up(config.train)
     BatchSchedule(config.train)
     if config.optim.name == "muonclip":
@@ -95,4 +100,7 @@ def _valid_stream(config: Config) -> SampleStream | None:
 
 def default_callbacks(config: Config) -> list[Callback]:
     """Who watches an ordinary run."""
-    return [MetricLines(), LoadAlarm(config.balance.alarm_max_vio)]
+    watchers: list[Callback] = [Utilisation(), MetricsWriter(config.log.every), LoadAlarm(config.balance.alarm_max_vio)]
+    watchers += [Console()] if config.log.console else []
+    watchers += build_loggers(config)
+    return watchers + ([Report()] if config.log.report else [])

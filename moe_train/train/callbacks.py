@@ -8,8 +8,6 @@ resumed_step (0 for a new run), tokenizer, bytes_per_token, flops_per_token, and
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,19 +34,3 @@ class Callback:
 
     def on_end(self, trainer: Trainer, status: str) -> None:
         """status: 'finished', 'stopped' (a signal; the run can be resumed) or 'failed' (an exception is on its way up)."""
-
-
-class MetricLines(Callback):
-    """Appends each record to run.dir/metrics.jsonl and prints a short line. On resume, lines after the checkpoint's step are dropped."""
-
-    def on_start(self, trainer: Trainer) -> None:
-        self.path = trainer.run_dir / "metrics.jsonl"
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= trainer.resumed_step]
-        self.path.write_text("".join(kept))
-
-    def on_step(self, record: Record) -> None:
-        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
-        print(f"step {record['step']}: loss {record['loss']:.4f}, {record['tokens_per_s']:,.0f} tokens/s", flush=True)

@@ -113,6 +113,7 @@ class Trainer:
         self.progress.tokens += result.denominators.tokens
         self._count_skipped(result)
         record = step_record(result, self.progress.tokens, self.progress.skipped, len(batch))
+        record["tokens_per_step"] = result.denominators.tokens
         record["tokens_per_s"] = result.denominators.tokens / seconds
         record["model_flops_per_s"] = record["tokens_per_s"] * self.flops_per_token
         if self._due(self.config.train.eval_every):
