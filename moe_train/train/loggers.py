@@ -96,7 +96,9 @@ class MLflow(Callback):
 
         self.mlflow: Any = mlflow
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            mlflow.set_tracking_uri(f"sqlite:///{trainer.run_dir.resolve() / 'mlflow.db'}")
+            # The folder store is the one that mlflow-skinny has; MLflow 3 wants to hear that it is meant.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            mlflow.set_tracking_uri((trainer.run_dir.resolve() / "mlruns").as_uri())
         mlflow.set_experiment(trainer.config.log.project)
         note = trainer.run_dir / "mlflow_id"
         run = mlflow.start_run(run_id=note.read_text().strip() if note.exists() else None, run_name=trainer.config.run.name)
