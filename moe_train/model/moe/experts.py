@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_train.config import ModelConfig
+from moe_train.config import ConfigError, ModelConfig
+from moe_train.config.errors import require_choice
+from moe_train.config.model import EXPERT_BACKENDS
 from moe_train.model.ffn import Activation
 from moe_train.model.moe.kernels import ExpertWeights, batched_ffn, grouped_ffn, loop_ffn
 from moe_train.model.moe.kernels.grouped import grouped_is_available
@@ -42,6 +44,9 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         moe = config.moe
+        require_choice("model.moe.backend", moe.backend, EXPERT_BACKENDS)
+        if moe.backend == "grouped" and not grouped_is_available():
+            raise ConfigError(f"model.moe.backend=grouped needs a PyTorch with grouped_mm; torch {torch.__version__} has none. Use auto.")
         self.backend, self.activation = moe.backend, Activation.of(config)
         self.gate_up_proj = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.expert_hidden_size, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, moe.expert_hidden_size))
