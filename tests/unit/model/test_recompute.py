@@ -1,0 +1,102 @@
+"""Law: recompute replays the routing. It never routes again, counts twice, or changes a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_train.config import AttentionConfig, BalanceConfig, ModelConfig, MoEConfig, MTPConfig, RouterConfig
+from moe_train.model.batch import Batch, Denominators, Recorder
+from moe_train.model.recompute import RoutingTape, routed
+from moe_train.model.transformer import Transformer
+
+SETTINGS = [("block",), ("attention",), ("ffn",), ("experts",), ("norms",), ("attention", "ffn"), ("norms", "experts"), ("norms", "ffn")]
+
+
+def model(parts: tuple[str, ...], **router: object) -> Transformer:
+    config = ModelConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=3,
+        ffn_hidden_size=48,
+        first_dense_layers=1,
+        attention=AttentionConfig(
+            kind="mla", num_heads=2, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        moe=MoEConfig(8, 2, 16, 1, router=RouterConfig(score="sigmoid", **router)),
+        mtp=MTPConfig(1),
+    )
+    net = Transformer(config, BalanceConfig(seq_aux_coef=0.1, z_coef=0.01, bias="quantile"), parts)
+    net.init_weights(0)
+    return net.train()
+
+
+def whole() -> Batch:
+    tokens = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(2))
+    documents = torch.zeros_like(tokens)
+    documents[0, 5:] = 1
+    return Batch.from_tokens(tokens, documents)
+
+
+def step(net: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor], Recorder]:
+    torch.manual_seed(0)
+    recorder = Recorder()
+    loss = net(whole(), Denominators.of(whole(), 1), recorder).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, recorder
+
+
+@pytest.mark.parametrize("parts", SETTINGS, ids=" ".join)
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_recompute_is_bit_equal_and_counts_once(parts: tuple[str, ...], jitter: float) -> None:
+    loss, grads, recorder = step(model((), jitter=jitter))
+    again, grads_again, recorder_again = step(model(parts, jitter=jitter))
+    assert torch.equal(loss, again)
+    assert grads.keys() == grads_again.keys()
+    assert [name for name in grads if not torch.equal(grads[name], grads_again[name])] == []
+    for layer, load in recorder.load.items():
+        assert torch.equal(load, recorder_again.load[layer])
+        assert torch.equal(recorder.required_bias[layer], recorder_again.required_bias[layer])
+    assert recorder.losses == recorder_again.losses
+
+
+@pytest.mark.parametrize("parts", [("block",), ("ffn",)], ids=" ".join)
+def test_routing_of_the_forward_pass_is_used_although_the_router_would_now_choose_otherwise(parts: tuple[str, ...]) -> None:
+    net = model(parts)
+    recorder = Recorder()
+    loss = net(whole(), Denominators.of(whole(), 1), recorder).loss
+    seen: list[torch.Tensor] = []
+    for block in net.blocks[1:]:
+        block.ffn.router.selection_bias.copy_(torch.randn(8) * 100)
+        block.ffn.router.register_forward_hook(lambda module, args, output: seen.append(output.expert_ids_NK))
+    loss.backward()
+    assert len(seen) == 2, "the recomputed pass must have run"
+    counts = [torch.bincount(ids.flatten(), minlength=8) for ids in seen]
+    assert torch.equal(counts[0], recorder.load[2])
+    assert torch.equal(counts[1], recorder.load[1])
+
+
+def test_recompute_keeps_no_activation() -> None:
+    saved = {}
+    for parts in ((), ("block",)):
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        net = model(parts)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            net(whole(), Denominators.of(whole(), 1)).loss.backward()
+        saved[parts] = count
+    assert saved["block",] < saved[()] / 2
+
+
+def test_a_tape_plays_back_in_call_order() -> None:
+    tape = RoutingTape()
+    with tape.record():
+        assert [int(routed(lambda: torch.tensor(i))) for i in range(3)] == [0, 1, 2]  # noqa: B023
+    with tape.replay():
+        assert [int(routed(lambda: torch.tensor(99))) for _ in range(3)] == [0, 1, 2]
+    assert int(routed(lambda: torch.tensor(7))) == 7
