@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from moe_train.model.attention.mask import AttentionMask
+    from moe_train.model.attention.rope import Rotation
 
 IGNORE = -100
 """Label of a position that has no loss (the value cross_entropy ignores)."""
@@ -125,7 +126,8 @@ class ForwardContext:
 
     positions_BT int64, restarting at each document (with a cache: counted from its start); valid_BT bool, False on padding, or None when
     all count; denominators None outside training (then no balancing gradient is injected); recorder None when nobody looks; global_load:
-    layer -> [E] counts of the whole global batch for the global-batch loss, when they are known beforehand.
+    layer -> [E] counts of the whole global batch for the global-batch loss, when they are known beforehand; rotation: cos and sin of the
+    positions, which every attention layer needs.
     """
 
     positions_BT: Tensor
@@ -134,8 +136,7 @@ class ForwardContext:
     denominators: Denominators | None = None
     recorder: Recorder | None = None
     global_load: dict[int, Tensor] | None = None
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """cos and sin by rotated width, made by the first layer that needs them (attention/rope.py)."""
+    rotation: Rotation | None = None
 
 
 @dataclass

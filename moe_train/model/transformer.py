@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_train.config import BalanceConfig, ModelConfig
-from moe_train.model.attention import AttentionMask, LayerCache, build_attention
+from moe_train.model.attention import AttentionMask, LayerCache, build_attention, rotation
 from moe_train.model.batch import Batch, Denominators, ForwardContext, LossOutput, Recorder, document_positions
 from moe_train.model.ffn import DenseFFN
 from moe_train.model.init import init_weights
@@ -102,9 +102,11 @@ class Transformer(nn.Module):
         """Loss of one micro-batch. Without denominators its own counts are used and, outside training, no balancing gradient is
         injected."""
         counts = denominators or Denominators.of(batch, self.config.mtp.depth)
+        attention, positions_BT = self.config.attention, document_positions(batch.document_ids_BT)
         ctx = ForwardContext(
-            positions_BT=document_positions(batch.document_ids_BT),
-            mask=AttentionMask(batch.document_ids_BT),
+            positions_BT=positions_BT,
+            mask=AttentionMask(batch.document_ids_BT, attention.sliding_window),
+            rotation=rotation(attention, positions_BT),
             valid_BT=None if bool(batch.valid_BT.all()) else batch.valid_BT,
             denominators=counts if self.training else None,
             recorder=recorder,
@@ -129,9 +131,13 @@ class Transformer(nn.Module):
 
     def logits(self, tokens_BT: Tensor, document_ids_BT: Tensor | None = None, cache: list[LayerCache] | None = None) -> Tensor:
         """Next-token logits [B, T, V] of the main model (no MTP). With a cache, tokens continue the cached text and the cache grows."""
+        if cache and document_ids_BT is not None:
+            raise ValueError("a cache holds one document a row: pass document_ids_BT or a cache, not both")
         documents_BT = torch.zeros_like(tokens_BT) if document_ids_BT is None else document_ids_BT
         positions_BT = document_positions(documents_BT) + (cache[0].length if cache else 0)
-        ctx = ForwardContext(positions_BT=positions_BT, mask=AttentionMask(documents_BT))
+        attention = self.config.attention
+        mask = AttentionMask(documents_BT, attention.sliding_window)
+        ctx = ForwardContext(positions_BT=positions_BT, mask=mask, rotation=rotation(attention, positions_BT))
         x_BTD = self.embedding(tokens_BT)
         for i, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, ctx, cache[i] if cache else None)

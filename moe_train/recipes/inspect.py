@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_train.config import ConfigError, ModelConfig
 from moe_train.config.compose import compose
+from moe_train.model.attention import cache_scalars_per_token
 from moe_train.model.count import PARTS, count_parameters
 from moe_train.model.flops import flops_per_token, forward_flops_per_token
 
@@ -42,13 +43,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(facts)
     return 0
-
-
-def cache_scalars_per_token(model: ModelConfig) -> int:
-    """What all layers keep of one past token while generating: latent and rotary key (MLA), or keys and values (GQA)."""
-    a = model.attention
-    layer = a.kv_lora_rank + a.qk_rope_head_dim if a.kind == "mla" else 2 * a.num_kv_heads * a.head_dim
-    return layer * model.num_layers
 
 
 def inspect(model: ModelConfig, seq_len: int) -> dict[str, Any]:

@@ -4,50 +4,81 @@ PyTorch's fused attention for CPUs takes 2 to 3 times longer (bench/records). He
 heads of a group in one matmul (their keys are never repeated), and the backward computes the block's weights again instead of keeping
 them: memory grows with T, not T².
 
-P = softmax(scale · Q Kᵀ + mask), O = P V; dV = Pᵀ dO, dP = dO Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)), dQ = scale · dS K, dK = scale · dSᵀ Q.
+P = softmax over keys and sink of l = scale · Q Kᵀ, O = P V; dV = Pᵀ dO, dP = dO Vᵀ, dl = P ∘ (dP − rowsum(dP ∘ P)), dQ = scale · dl K,
+dK = scale · dlᵀ Q; the sink is one more column of P whose dP is 0.
 
-Shapes: B sequences, T tokens, H query heads, G key/value heads, M = H/G, C query/key width, V value width, X = B·G.
+Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, C query/key width, V value width, M = H/G, X = B·G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_train.model.attention.mask import Visible
+
 BLOCK = 64
 """Queries a block. Smaller ones skip more of the masked half, larger ones make larger products: 64 was fastest of 64 … 512 …"""
 SMALLEST_ROWS = 128
 """… where a block has at least this many rows, all heads of a group counted."""
+ROWS_APART = 1024
+"""Packed sequences of this length or more are attended to one by one, each from where its own documents begin."""
 
 
-def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTV: Tensor, mask: Tensor | None, scale: float, window: int | None = None) -> Tensor:
-    """[B, H, T, V]. mask: bool [B or 1, 1, T, T], True where query t sees key s, within the causal triangle and `window`; None: all of
-    that."""
-    trained = q_BHTC.requires_grad or k_BGTC.requires_grad or v_BGTV.requires_grad
-    if q_BHTC.device.type == "cpu" and trained and q_BHTC.shape[2] == k_BGTC.shape[2]:
-        return _BlockedAttention.apply(q_BHTC, k_BGTC, v_BGTV, mask, scale, window)
-    gqa = q_BHTC.shape[1] != k_BGTC.shape[1]
-    return F.scaled_dot_product_attention(q_BHTC, k_BGTC, v_BGTV, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+@dataclass(frozen=True)
+class Block:
+    """Queries start … end − 1 of the sequences `rows`, which see keys of first … last − 1. Some query may not see the keys below `common`,
+    nor the last end − start of them, its own key and those after."""
+
+    rows: slice
+    start: int
+    end: int
+    first: int
+    common: int
+    last: int
 
 
-def _blocks(num_tokens: int, size: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end, first key that any query of the block may see); the last key is the last query."""
-    for start in range(0, num_tokens, size):
-        yield start, min(start + size, num_tokens), 0 if window is None else max(0, start - window + 1)
+def attend_in_blocks(
+    q_BHTC: Tensor, k_BGSC: Tensor, v_BGSV: Tensor, visible: Visible, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
+    """[B, H, T, V]; the T queries are the last of the S keys."""
+    size = max(BLOCK, SMALLEST_ROWS * k_BGSC.shape[1] // q_BHTC.shape[1])
+    blocks = blocks_of(visible, q_BHTC.shape[0], k_BGSC.shape[2], size)
+    return _BlockedAttention.apply(q_BHTC, k_BGSC, v_BGSV, visible.first_BT, sinks_H, scale, blocks)
 
 
-def _block_size(heads_a_group: int) -> int:
-    return max(BLOCK, SMALLEST_ROWS // heads_a_group)
+def blocks_of(visible: Visible, num_rows: int, num_keys: int, size: int) -> list[Block]:
+    """All blocks of a batch."""
+    first_BT = visible.first_BT
+    num_queries = first_BT.shape[1]
+    offset = num_keys - num_queries
+    starts = list(range(0, num_queries, size))
+    ends = [min(start + size, num_queries) for start in starts]
+    if torch.compiler.is_compiling():
+        # Compiled code must not depend on where this batch's documents begin: only on what is the same in every batch.
+        low = [0 if visible.window is None else max(0, start + offset - visible.window + 1) for start in starts]
+        high = [0 if visible.causal_only else end + offset for end in ends]
+        return _blocks_of_rows(slice(0, num_rows), starts, ends, low, high, offset)
+    # Rounded, since bf16 products of a shape not seen before cost 0.4 ms.
+    low_BQ, high_BQ = first_BT[:, ::size] // BLOCK * BLOCK, first_BT[:, [end - 1 for end in ends]]
+    if first_BT.shape[0] == 1 or num_queries < ROWS_APART:
+        return _blocks_of_rows(slice(0, num_rows), starts, ends, low_BQ.amin(0).tolist(), high_BQ.amax(0).tolist(), offset)
+    rows = zip(low_BQ.tolist(), high_BQ.tolist(), strict=True)
+    return [block for b, (low, high) in enumerate(rows) for block in _blocks_of_rows(slice(b, b + 1), starts, ends, low, high, offset)]
 
 
-def _fold(x_BHTC: Tensor, num_groups: int, start: int, end: int) -> Tensor:
-    """A block of queries, the heads of a group below each other: [X, M·(end − start), C]."""
-    size, heads, _, width = x_BHTC.shape
-    return x_BHTC[:, :, start:end].reshape(size * num_groups, heads // num_groups * (end - start), width)
+def _blocks_of_rows(rows: slice, starts: list[int], ends: list[int], low: list[int], high: list[int], offset: int) -> list[Block]:
+    return [Block(rows, *bounds, bounds[1] + offset) for bounds in zip(starts, ends, low, high, strict=True)]
+
+
+def _fold(x_BHTC: Tensor, num_groups: int, block: Block) -> Tensor:
+    """A block of queries, the heads of a group below each other: [X, M·n, C]."""
+    part = x_BHTC[block.rows, :, block.start : block.end]
+    return part.reshape(part.shape[0] * num_groups, -1, part.shape[-1])
 
 
 def _matmul(a_XMK: Tensor, b_XKN: Tensor, alpha: float = 1.0) -> Tensor:
@@ -55,52 +86,73 @@ def _matmul(a_XMK: Tensor, b_XKN: Tensor, alpha: float = 1.0) -> Tensor:
     return torch.baddbmm(a_XMK.new_zeros(1, 1, 1), a_XMK, b_XKN, beta=0, alpha=alpha)
 
 
-def _weights(q_XMC: Tensor, k_XSC: Tensor, mask: Tensor | None, scale: float, block: tuple[int, int, int], size: int) -> Tensor:
-    """P of one block [X, M·n, S], each row a sum of one."""
-    start, end, first = block
-    scores = _matmul(q_XMC, k_XSC.mT, scale)
-    by_query = scores.view(size, -1, end - start, end - first)
-    if mask is not None:
-        by_query.masked_fill_(~mask[:, :, start:end, first:end], float("-inf"))
-    else:
-        hidden = torch.ones(end - start, end - start, dtype=torch.bool, device=q_XMC.device).triu_(1)
-        by_query[..., start - first :].masked_fill_(hidden, float("-inf"))
-    return scores.softmax(-1)
+def _weights(q_XMC: Tensor, k_XSC: Tensor, first_BT: Tensor, sinks_H: Tensor | None, scale: float, block: Block) -> Tensor:
+    """P of one block [X, M·n, S] with the column of the sink [X, M·n, S + 1] where there is one: each row a sum of one."""
+    logits = _matmul(q_XMC, k_XSC.mT, scale)
+    num_queries = block.end - block.start
+    by_query = logits.view(block.rows.stop - block.rows.start, -1, num_queries, block.last - block.first)
+    if num_queries > 1:
+        later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu_(1)
+        by_query[..., -num_queries:].masked_fill_(later, float("-inf"))
+    if block.common > block.first:
+        key = torch.arange(block.first, block.common, device=logits.device)
+        rows = block.rows if first_BT.shape[0] > 1 else slice(None)
+        hidden = key < first_BT[rows, block.start : block.end, None]
+        by_query[..., : block.common - block.first].masked_fill_(hidden.unsqueeze(1), float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.to(logits.dtype)[None, :, None].expand(by_query.shape[0], -1, num_queries)
+        logits = torch.cat([logits, sinks.reshape(*logits.shape[:2], 1)], dim=-1)
+    return logits.softmax(-1)
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int | None) -> Tensor:
-        size, heads, num_tokens, _ = q.shape
-        groups, value_width = k.shape[1], v.shape[-1]
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.scale, ctx.window = scale, window
-        k_XTC, v_XTV = k.flatten(0, 1), v.flatten(0, 1)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor, sinks: Tensor | None, scale: float, blocks: list[Block]
+    ) -> Tensor:
+        size, heads, num_queries, _ = q.shape
+        groups, value_width = v.shape[1], v.shape[-1]
+        ctx.save_for_backward(q, k, v, first, sinks)
+        ctx.scale, ctx.blocks = scale, blocks
+        k_XSC, v_XSV = k.flatten(0, 1), v.flatten(0, 1)
         # [B, T, H, V] in memory, the layout that the output projection reads.
-        out = q.new_empty(size, num_tokens, groups, heads // groups, value_width).permute(0, 2, 3, 1, 4)
-        for block in _blocks(num_tokens, _block_size(heads // groups), window):
-            start, end, first = block
-            weights = _weights(_fold(q, groups, start, end), k_XTC[:, first:end], mask, scale, block, size)
-            out[:, :, :, start:end] = _matmul(weights, v_XTV[:, first:end]).view(size, groups, -1, end - start, value_width)
+        out = q.new_empty(size, num_queries, groups, heads // groups, value_width).permute(0, 2, 3, 1, 4)
+        for block in blocks:
+            keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
+            weights = _weights(_fold(q, groups, block), keys, first, sinks, scale, block)
+            target = out[block.rows, :, :, block.start : block.end]
+            target.copy_(_matmul(weights[..., : keys.shape[1]], values).view(target.shape))
         return out.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = ctx.saved_tensors
-        size, heads, num_tokens, width = q.shape
+        q, k, v, first, sinks = ctx.saved_tensors
+        size, heads, num_queries, width = q.shape
         groups = k.shape[1]
-        k_XTC, v_XTV = k.flatten(0, 1), v.flatten(0, 1)
-        grad_q = q.new_empty(size, num_tokens, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
+        k_XSC, v_XSV = k.flatten(0, 1), v.flatten(0, 1)
+        grad_q = q.new_empty(size, num_queries, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
         # Sums over blocks in fp32, whatever the precision of the model.
-        grad_k, grad_v = torch.zeros_like(k_XTC, dtype=torch.float32), torch.zeros_like(v_XTV, dtype=torch.float32)
-        for block in _blocks(num_tokens, _block_size(heads // groups), ctx.window):
-            start, end, first = block
-            q_block, grad_block = _fold(q, groups, start, end), _fold(grad, groups, start, end)
-            keys, values = k_XTC[:, first:end], v_XTV[:, first:end]
-            weights = _weights(q_block, keys, mask, ctx.scale, block, size)
-            grad_v[:, first:end] += _matmul(weights.mT, grad_block)
-            grad_scores = torch._softmax_backward_data(_matmul(grad_block, values.mT), weights, -1, weights.dtype)
-            grad_q[:, :, :, start:end] = _matmul(grad_scores, keys, ctx.scale).view(size, groups, -1, end - start, width)
-            grad_k[:, first:end] += _matmul(grad_scores.mT, q_block, ctx.scale)
-        grad_k, grad_v = grad_k.to(k.dtype).view_as(k), grad_v.to(v.dtype).view_as(v)
-        return grad_q.flatten(1, 2), grad_k, grad_v, None, None, None
+        grad_k, grad_v = torch.zeros_like(k_XSC, dtype=torch.float32), torch.zeros_like(v_XSV, dtype=torch.float32)
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        for block in ctx.blocks:
+            q_block, grad_block = _fold(q, groups, block), _fold(grad, groups, block)
+            keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
+            weights = _weights(q_block, keys, first, sinks, ctx.scale, block)
+            grad_weights = _matmul(grad_block, values.mT)
+            if grad_sinks is None:
+                grad_logits = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            else:
+                with_sink = torch._softmax_backward_data(F.pad(grad_weights, (0, 1)), weights, -1, weights.dtype)
+                weights, grad_logits = weights[..., :-1], with_sink[..., :-1]
+                grad_sinks += with_sink[..., -1].float().view(-1, heads, block.end - block.start).sum((0, 2))
+            _seen(grad_v, groups, block).add_(_matmul(weights.mT, grad_block))
+            target = grad_q[block.rows, :, :, block.start : block.end]
+            target.copy_(_matmul(grad_logits, keys, ctx.scale).view(target.shape))
+            _seen(grad_k, groups, block).add_(_matmul(grad_logits.mT, q_block, ctx.scale))
+        grad_k, grad_v = grad_k.to(k.dtype).view(k.shape), grad_v.to(v.dtype).view(v.shape)
+        return grad_q.flatten(1, 2), grad_k, grad_v, None, grad_sinks if grad_sinks is None else grad_sinks.to(sinks.dtype), None, None
+
+
+def _seen(x_XSC: Tensor, num_groups: int, block: Block) -> Tensor:
+    """The keys (or values, or their gradients) that a block meets."""
+    return x_XSC[block.rows.start * num_groups : block.rows.stop * num_groups, block.first : block.last]

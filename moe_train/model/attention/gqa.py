@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_train.config import ModelConfig
-from moe_train.model.attention.blocked import attend
+from moe_train.model.attention.attend import attend
 from moe_train.model.attention.cache import LayerCache
-from moe_train.model.attention.mask import cached_mask
+from moe_train.model.attention.mask import visible_after
 from moe_train.model.attention.qk_max import record_qk_max
-from moe_train.model.attention.rope import cos_sin, rotate, softmax_scale
+from moe_train.model.attention.rope import rotate, softmax_scale
 from moe_train.model.batch import ForwardContext
 from moe_train.model.linear import Linear
 from moe_train.model.norm import RMSNorm
@@ -28,7 +28,6 @@ class GroupedQueryAttention(nn.Module):
         self.layer, self.config = layer, a
         self.window = a.sliding_window if a.sliding_window and layer % a.sliding_window_every == 0 else None
         self.scale = softmax_scale(a.rope, a.head_dim)
-        self.rotated = int(a.head_dim * a.rope.fraction)
         self.q_proj = Linear(config.hidden_size, a.num_heads * a.head_dim, bias=a.qkv_bias)
         self.k_proj = Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
         self.v_proj = Linear(config.hidden_size, a.num_kv_heads * a.head_dim, bias=a.qkv_bias)
@@ -37,42 +36,28 @@ class GroupedQueryAttention(nn.Module):
             per_head = a.qk_norm == "per_head"
             self.q_norm = RMSNorm(a.head_dim if per_head else a.num_heads * a.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(a.head_dim if per_head else a.num_kv_heads * a.head_dim, config.norm_eps)
-        if a.sinks:
-            self.sinks = nn.Parameter(torch.zeros(a.num_heads))
+        self.sinks = nn.Parameter(torch.zeros(a.num_heads)) if a.sinks else None
 
     def forward(self, x_BTD: Tensor, ctx: ForwardContext, cache: LayerCache | None = None) -> Tensor:
+        q_BTHC, k_BTGC, v_BTGC = self._project(x_BTD)
+        assert ctx.rotation is not None
+        interleaved = self.config.rope.interleaved
+        q_BTHC, k_BTGC = rotate(q_BTHC, ctx.rotation, interleaved), rotate(k_BTGC, ctx.rotation, interleaved)
+        visible = ctx.mask.visible(self.window)
+        if cache is not None:
+            k_BTGC, v_BTGC = cache.append(k_BTGC, v_BTGC, keep=self.window and self.window - 1)
+            visible = visible_after(q_BTHC.shape[1], k_BTGC.shape[1], self.window, q_BTHC.device)
+        q, k, v = q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+        if cache is None:
+            record_qk_max(ctx, self.layer, q, k, visible, self.scale)
+        y_BHTC = attend(q, k, v, visible, self.scale, self.sinks)
+        return self.o_proj(y_BHTC.transpose(1, 2).flatten(2))
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, C], keys and values [B, T, G, C], normed as the config says."""
         a = self.config
         q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
         if a.qk_norm == "full_width":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, a.head_dim)) for y in (q, k, v))
-        if a.qk_norm == "per_head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = cos_sin(a.rope, self.rotated, ctx)
-        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        if cache is None:
-            mask = ctx.mask.dense(self.window)
-            record_qk_max(ctx, self.layer, q.transpose(1, 2), k.transpose(1, 2), mask, self.scale)
-        else:
-            k, v = cache.append(k, v)
-            mask = cached_mask(q.shape[1], k.shape[1], self.window, q.device)
-        y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.rotated == x.shape[-1]:
-            return rotate(x, cos, sin, self.config.rope.interleaved)
-        return torch.cat([rotate(x[..., : self.rotated], cos, sin, self.config.rope.interleaved), x[..., self.rotated :]], dim=-1)
-
-    def _attend(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None) -> Tensor:
-        if not self.config.sinks:
-            return attend(q_BHTC, k_BGSC, v_BGSC, mask, self.scale, self.window)
-        repeat = self.config.num_heads // self.config.num_kv_heads
-        k, v = k_BGSC.repeat_interleave(repeat, 1), v_BGSC.repeat_interleave(repeat, 1)
-        logits = (q_BHTC @ k.transpose(-1, -2)).float() * self.scale
-        if mask is None:
-            mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-        logits = logits.masked_fill(~mask, float("-inf"))
-        sink = self.sinks.float()[None, :, None, None].expand(*logits.shape[:-1], 1)
-        weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
-        return weights.to(v.dtype) @ v
+        return (self.q_norm(q), self.k_norm(k), v) if a.qk_norm == "per_head" else (q, k, v)
