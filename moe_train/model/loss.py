@@ -23,6 +23,9 @@ CHUNK = 512
 
 def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """Σ over labelled tokens of −log softmax(hidden · weightᵀ)[label], fp32 scalar. labels_N int64, IGNORE where there is none."""
+    if not torch.is_grad_enabled():
+        # Inside the function requires_grad would still ask for gradients that nobody takes: evaluation would pay three products for one.
+        hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
     return _CrossEntropySum.apply(hidden_ND, weight_VD, labels_N)
 
 
