@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +71,7 @@ def is_replay() -> bool:
     return tape is not None and tape.replaying
 
 
+@torch.compiler.disable(recursive=False)  # torch.compile cannot trace the tape; what runs inside is compiled part by part
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) whose activations are dropped and computed again in backward."""
     tape = RoutingTape()

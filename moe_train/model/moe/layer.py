@@ -5,6 +5,7 @@ Shapes: N tokens, D hidden, E experts, K experts per token, R rows (token copies
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from moe_train.config import BalanceConfig, ModelConfig
@@ -28,7 +29,9 @@ class MoE(nn.Module):
         shared = config.moe.num_shared_experts * config.moe.expert_hidden_size
         self.shared = DenseFFN(config, shared) if shared else None
 
+    @torch.compiler.disable
     def forward(self, x_BTD: Tensor, ctx: ForwardContext) -> Tensor:
+        # Not for torch.compile: sizes that depend on data break its graph in twenty places and would be compiled anew for each batch.
         x_ND = x_BTD.flatten(0, 1)
         routing = self.router(x_BTD, ctx)
         rows_RD, plan = self.dispatcher.dispatch(x_ND, routing.expert_ids_NK, routing.weights_NK, routing.keep_NK)

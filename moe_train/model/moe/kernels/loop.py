@@ -10,6 +10,7 @@ Shapes: R rows sorted by expert, D hidden, E experts, F expert width, G = 2F.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from moe_train.model.ffn import Activation
 from moe_train.model.linear import product_out
 from moe_train.model.moe.kernels.weights import ExpertWeights
 
+CHUNK_ROWS = 256
+"""Rows whose activation is computed at once: small experts share it, so that its start-up and threads pay; so many stay in the cache."""
+
 
 def loop_ffn(rows_RD: Tensor, counts: list[int], weights: ExpertWeights) -> Tensor:
     """rows [R, D] with counts[e] rows of expert e in turn -> [R, D]. Rows past the last expert's are neither read nor written."""
@@ -27,14 +31,31 @@ def loop_ffn(rows_RD: Tensor, counts: list[int], weights: ExpertWeights) -> Tens
     )
 
 
-def _spans(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(expert, first row, end) of each expert that has rows."""
-    spans, start = [], 0
+@dataclass(frozen=True)
+class _Chunk:
+    """Some experts and their rows: start … end − 1."""
+
+    experts: list[int]
+    counts: list[int]
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.end)
+
+
+def _chunks(counts: tuple[int, ...]) -> list[_Chunk]:
+    """Experts that have rows, in order, together until they reach CHUNK_ROWS."""
+    chunks, experts, start, end = [], [], 0, 0
     for expert, count in enumerate(counts):
+        end += count
         if count:
-            spans.append((expert, start, start + count))
-        start += count
-    return spans
+            experts.append(expert)
+        if end - start >= CHUNK_ROWS or (expert == len(counts) - 1 and experts):
+            chunks.append(_Chunk(experts, [counts[e] for e in experts], start, end))
+            experts, start = [], end
+    return chunks
 
 
 def _empty_for_all(weight: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -44,6 +65,25 @@ def _empty_for_all(weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         if not count:
             grad[expert].zero_()
     return grad
+
+
+def _products(chunk: _Chunk, x_RI: Tensor, weights_OI: tuple[Tensor, ...], bias_EO: Tensor | None, out_RO: Tensor) -> None:
+    """out = x · weightᵀ [+ bias] for each expert of the chunk on its own rows."""
+    for e, x, out in zip(chunk.experts, x_RI.split(chunk.counts), out_RO.split(chunk.counts), strict=True):
+        product_out(x, weights_OI[e], out)
+        if bias_EO is not None:
+            out += bias_EO[e]
+
+
+def _weight_gradients(chunk: _Chunk, grad_RO: Tensor, x_RI: Tensor, out_EOI: Tensor) -> None:
+    """out[e] = gradᵀ · x over the rows of each expert of the chunk."""
+    for e, grad, x in zip(chunk.experts, grad_RO.split(chunk.counts), x_RI.split(chunk.counts), strict=True):
+        product_out(grad.t(), x.t(), out_EOI[e])
+
+
+def _bias_gradients(chunk: _Chunk, grad_RO: Tensor, out_EO: Tensor) -> None:
+    for e, grad in zip(chunk.experts, grad_RO.split(chunk.counts), strict=True):
+        out_EO[e] = grad.sum(0)
 
 
 class _LoopFFN(torch.autograd.Function):
@@ -58,18 +98,16 @@ class _LoopFFN(torch.autograd.Function):
         counts: tuple[int, ...],
         activation: Activation,
     ) -> Tensor:
-        width = down_EDF.shape[2]
+        chunks, width = _chunks(counts), down_EDF.shape[2]
         hidden_RG = rows_RD.new_empty(rows_RD.shape[0], 2 * width)
         out_RD = torch.empty_like(rows_RD)
-        value = rows_RD.new_empty(max(counts, default=0), width)
+        value = rows_RD.new_empty(max((chunk.end - chunk.start for chunk in chunks), default=0), width)
         gate_up, down = gate_up_EGD.unbind(0), down_EDF.unbind(0)
-        for e, start, end in _spans(counts):
-            hidden = product_out(rows_RD[start:end], gate_up[e], hidden_RG[start:end])
-            if gate_up_bias_EG is not None:
-                hidden += gate_up_bias_EG[e]
-            out = product_out(activation.forward_out(hidden, value[: end - start]), down[e], out_RD[start:end])
-            if down_bias_ED is not None:
-                out += down_bias_ED[e]
+        for chunk in chunks:
+            hidden, value_chunk = hidden_RG[chunk.rows], value[: chunk.end - chunk.start]
+            _products(chunk, rows_RD[chunk.rows], gate_up, gate_up_bias_EG, hidden)
+            activation.forward_out(hidden, value_chunk)
+            _products(chunk, value_chunk, down, down_bias_ED, out_RD[chunk.rows])
         ctx.save_for_backward(rows_RD, hidden_RG, gate_up_EGD, down_EDF)
         ctx.counts, ctx.activation = counts, activation
         return out_RD
@@ -78,28 +116,29 @@ class _LoopFFN(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, hidden_RG, gate_up_EGD, down_EDF = ctx.saved_tensors
         needs_rows, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = ctx.needs_input_grad[:5]
-        counts, width = ctx.counts, down_EDF.shape[2]
+        counts, chunks, width = ctx.counts, _chunks(ctx.counts), down_EDF.shape[2]
         grad_rows = torch.empty_like(rows_RD) if needs_rows else None
         grad_gate_up = _empty_for_all(gate_up_EGD, counts) if needs_gate_up else None
         grad_down = _empty_for_all(down_EDF, counts) if needs_down else None
         grad_gate_up_bias = gate_up_EGD.new_zeros(gate_up_EGD.shape[:2]) if needs_gate_up_bias else None
         grad_down_bias = down_EDF.new_zeros(down_EDF.shape[:2]) if needs_down_bias else None
-        largest = max(counts, default=0)
-        value, grad_value = rows_RD.new_empty(largest, width), rows_RD.new_empty(largest, width)
-        grad_hidden = rows_RD.new_empty(largest, 2 * width)
-        gate_up, down = gate_up_EGD.unbind(0), down_EDF.unbind(0)
-        for e, start, end in _spans(counts):
-            n, grad = end - start, grad_RD[start:end]
-            product_out(grad, down[e].t(), grad_value[:n])
-            ctx.activation.backward_out(hidden_RG[start:end], grad_value[:n], grad_hidden[:n], value[:n] if needs_down else None)
+        largest = max((chunk.end - chunk.start for chunk in chunks), default=0)
+        values, grad_values = rows_RD.new_empty(largest, width), rows_RD.new_empty(largest, width)
+        grad_hiddens = rows_RD.new_empty(largest, 2 * width)
+        gate_up, down = gate_up_EGD.mT.unbind(0), down_EDF.mT.unbind(0)
+        for chunk in chunks:
+            grad, rows, n = grad_RD[chunk.rows], rows_RD[chunk.rows], chunk.end - chunk.start
+            value, grad_value, grad_hidden = values[:n], grad_values[:n], grad_hiddens[:n]
+            _products(chunk, grad, down, None, grad_value)
+            ctx.activation.backward_out(hidden_RG[chunk.rows], grad_value, grad_hidden, value if needs_down else None)
             if grad_down is not None:
-                product_out(grad.t(), value[:n].t(), grad_down[e])
+                _weight_gradients(chunk, grad, value, grad_down)
             if grad_gate_up is not None:
-                product_out(grad_hidden[:n].t(), rows_RD[start:end].t(), grad_gate_up[e])
+                _weight_gradients(chunk, grad_hidden, rows, grad_gate_up)
             if grad_rows is not None:
-                product_out(grad_hidden[:n], gate_up[e].t(), grad_rows[start:end])
+                _products(chunk, grad_hidden, gate_up, None, grad_rows[chunk.rows])
             if grad_down_bias is not None:
-                grad_down_bias[e] = grad.sum(0)
+                _bias_gradients(chunk, grad, grad_down_bias)
             if grad_gate_up_bias is not None:
-                grad_gate_up_bias[e] = grad_hidden[:n].sum(0)
+                _bias_gradients(chunk, grad_hidden, grad_gate_up_bias)
         return grad_rows, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None, None
