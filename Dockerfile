@@ -1,6 +1,6 @@
 # CPU:     docker build -t moe-train .
 # NVIDIA:  docker build -t moe-train:cuda --build-arg BASE=nvcr.io/nvidia/pytorch:26.01-py3 --build-arg INSTALL_TORCH=no .
-# Run:     docker run --rm -v "$PWD/runs:/work/runs" moe-train pretrain +experiment=demo run.dir=runs/demo
+# Run:     docker run --rm -v "$PWD/runs:/app/runs" moe-train pretrain +experiment=demo run.dir=runs/demo
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
@@ -18,12 +18,12 @@ RUN if [ "$INSTALL_TORCH" = yes ]; then \
       && rm /tmp/torch.txt; \
     fi \
     && (id -u "$UID" >/dev/null 2>&1 || useradd --create-home --uid "$UID" trainer) \
-    && mkdir -p /work /cache \
-    && chown "$UID" /work /cache
+    && mkdir -p /app /cache \
+    && chown "$UID" /app /cache
 
 ENV MOE_TRAIN_CACHE=/cache \
     PYTHONUNBUFFERED=1
 USER ${UID}
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["moe-train"]
 CMD ["--help"]
