@@ -12,21 +12,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_train.model.attention.blocked import attend_in_blocks
-from moe_train.model.attention.flex import attend_flex, flex_is_available
+from moe_train.model.attention.flex import attend_flex, flex_suits
 from moe_train.model.attention.mask import Visible
 
 
 def attend(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSV: Tensor, visible: Visible, scale: float, sinks_H: Tensor | None = None) -> Tensor:
-    """[B, H, T, V].
+    """[B, H, T, V]."""
+    way = attend_in_blocks if q_BHTC.device.type == "cpu" else attend_on_accelerator
+    return way(q_BHTC, k_BGSC, v_BGSV, visible, scale, sinks_H)
 
-    CPU: blocks of queries (`blocked.py`). Accelerators: PyTorch's fused attention where causal masking says it all, FlexAttention for
-    documents, windows and sinks, and, where its compiler is missing or the queries follow a cache, the former with a dense mask.
-    """
-    if q_BHTC.device.type == "cpu":
-        return attend_in_blocks(q_BHTC, k_BGSC, v_BGSV, visible, scale, sinks_H)
+
+def attend_on_accelerator(
+    q_BHTC: Tensor, k_BGSC: Tensor, v_BGSV: Tensor, visible: Visible, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
+    """PyTorch's fused attention where causal masking says it all; FlexAttention for documents, windows and sinks; and, where that is missing
+    or does not suit, the former with a dense mask, with sinks in blocks."""
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     triangle = visible.causal_only and num_queries in (1, num_keys)
-    if num_queries == num_keys and not (triangle and sinks_H is None) and flex_is_available(q_BHTC.device.type):
+    if num_queries == num_keys and not (triangle and sinks_H is None) and flex_suits(q_BHTC, v_BGSV):
         return attend_flex(q_BHTC, k_BGSC, v_BGSV, visible, scale, sinks_H)
     if sinks_H is not None:
         return attend_in_blocks(q_BHTC, k_BGSC, v_BGSV, visible, scale, sinks_H)

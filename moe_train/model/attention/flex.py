@@ -16,12 +16,20 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from moe_train.model.attention.mask import Visible
 
 BLOCK = 128
+SMALLEST_WIDTH = 16
+"""Triton multiplies no smaller matrices."""
 
 
 @functools.cache
 def flex_is_available(device_type: str) -> bool:
-    """Its kernels are compiled by Triton for the accelerators that Triton knows."""
+    """Its kernels are compiled by Triton, for NVIDIA and AMD ("cuda" in PyTorch) and Intel."""
     return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
+
+
+def flex_suits(q_BHTC: Tensor, v_BGSV: Tensor) -> bool:
+    """Whether these queries are worth its kernels: a row of at least a block, heads of at least the smallest width."""
+    wide = min(q_BHTC.shape[-1], v_BGSV.shape[-1]) >= SMALLEST_WIDTH
+    return wide and q_BHTC.shape[2] >= BLOCK and flex_is_available(q_BHTC.device.type)
 
 
 @functools.cache
@@ -54,6 +62,7 @@ def attend_flex(
     return y * kept_BHT.unsqueeze(-1).to(y.dtype)
 
 
+@functools.lru_cache(maxsize=4)  # of the layers of one forward pass, with and without a window
 def block_mask(visible: Visible, size: int = BLOCK) -> BlockMask:
     """From the first visible keys alone. Block i of queries needs the key blocks from its first visible key to its own; those between that
     every query of it sees wholly need no mask."""

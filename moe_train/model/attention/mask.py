@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_train.model.batch import PADDING, document_positions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Visible:
     """Query t, the (t + S − T)-th of S keys, sees the keys first_BT[t] … t + S − T.
 

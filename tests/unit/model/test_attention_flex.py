@@ -1,4 +1,5 @@
-"""FlexAttention's block mask and the sinks' correction, computed without its compiler; with it where an accelerator is at hand."""
+"""The ways of an accelerator: FlexAttention's block mask and the sinks' correction without its compiler (with it where an accelerator is at
+hand), and fused attention for what is left."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from moe_train.model.attention.attend import attend_on_accelerator
 from moe_train.model.attention.blocked import attend_in_blocks
 from moe_train.model.attention.flex import attend_flex, block_mask, flex_is_available
-from moe_train.model.attention.mask import AttentionMask
+from moe_train.model.attention.mask import AttentionMask, visible_after
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
@@ -55,6 +57,20 @@ def test_equals_blocked_attention(kind, window, with_sinks) -> None:
     sinks = torch.randn(4) if with_sinks else None
     visible = AttentionMask(documents(kind, 150), window).visible(window)
     ours = attend_flex(q, k, v, visible, 0.3, sinks, attention=flex_attention)
+    torch.testing.assert_close(ours, attend_in_blocks(q, k, v, visible, 0.3, sinks), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["one", "packed"])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("num_queries", [50, 1, 7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_without_flex_attention_the_numbers_stay(kind, window, num_queries, with_sinks) -> None:
+    """An accelerator that Triton does not know, and queries behind a cache on any."""
+    q, k, v = torch.randn(2, 4, num_queries, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 8)
+    sinks = torch.randn(4) if with_sinks else None
+    trained = AttentionMask(documents(kind, 50), window).visible(window)
+    visible = trained if num_queries == 50 else visible_after(num_queries, 50, window, q.device)
+    ours = attend_on_accelerator(q, k, v, visible, 0.3, sinks)
     torch.testing.assert_close(ours, attend_in_blocks(q, k, v, visible, 0.3, sinks), rtol=1e-5, atol=1e-5)
 
 
