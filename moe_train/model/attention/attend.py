@@ -25,8 +25,8 @@ def attend(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSV: Tensor, visible: Visible, sca
 def attend_on_accelerator(
     q_BHTC: Tensor, k_BGSC: Tensor, v_BGSV: Tensor, visible: Visible, scale: float, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """PyTorch's fused attention where causal masking says it all; FlexAttention for documents, windows and sinks; and, where that is missing
-    or does not suit, the former with a dense mask, with sinks in blocks."""
+    """PyTorch's fused attention where causal masking says it all; FlexAttention for documents, windows and sinks; where that is missing or
+    does not suit, the former with a dense mask, or blocks where there are sinks."""
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     triangle = visible.causal_only and num_queries in (1, num_keys)
     if num_queries == num_keys and not (triangle and sinks_H is None) and flex_suits(q_BHTC, v_BGSV):
