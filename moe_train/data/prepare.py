@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from moe_train.config import ConfigError, RunError
 from moe_train.data.progress import Progress
 from moe_train.data.sources import Chunk, chunks, find_inputs, kind_of, source_size
-from moe_train.data.tokenize import Encoded, Encoder, encode_in_worker, read_texts, start_worker
+from moe_train.data.tokenize import Encoded, Encoder, encode_in_worker, read_texts, spooled, start_worker
 from moe_train.data.tokenizer import train_bpe
 from moe_train.data.writer import TokenWriter, part
 
@@ -122,17 +122,17 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
         for piece in pieces:
             yield piece.source_bytes, encode(piece)
         return
-    # spawn: forking a process whose tokenizer or BLAS has started threads can hang the child. The tokenizer goes by file: arguments larger
-    # than a pipe's buffer (64 kB) would leave this process waiting for ever when the child is killed while it starts.
+    # spawn: forking a process whose tokenizer or BLAS has started threads can hang the child. The tokenizer and the chunks go by file: what
+    # is larger than a pipe's buffer (64 kB) would leave this process waiting for ever when the reader is killed (python/cpython 94777).
     folder = tempfile.TemporaryDirectory(prefix="moe_train-")
     tokenizer_file = str(Path(folder.name) / "tokenizer.json")
     tokenizer.save(tokenizer_file)
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(tokenizer_file, text_key))
     waiting: deque[tuple[int, Future[Encoded]]] = deque()
     try:
-        for piece in pieces:
-            waiting.append((piece.source_bytes, pool.submit(encode_in_worker, piece)))
+        for number, piece in enumerate(pieces):
+            waiting.append((piece.source_bytes, pool.submit(encode_in_worker, spooled(piece, Path(folder.name) / str(number)))))
             if len(waiting) >= workers * CHUNKS_AHEAD:
                 size, future = waiting.popleft()
                 yield size, future.result()
@@ -140,6 +140,9 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
             size, future = waiting.popleft()
             yield size, future.result()
     except BrokenProcessPool:
+        # The pool ends the workers it had when it broke, then waits for all; one that was started at that moment would never end.
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
         raise RunError("a worker process died (killed, or out of memory). Try again with fewer --workers. Nothing was written.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

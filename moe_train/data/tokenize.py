@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,23 @@ def start_worker(tokenizer_file: str, text_key: str) -> None:
 
 
 def encode_in_worker(chunk: Chunk) -> Encoded:
-    return _worker["encoder"](chunk)
+    return _worker["encoder"](unspooled(chunk))
+
+
+def spooled(chunk: Chunk, path: Path) -> Chunk:
+    """The chunk with its lines, or its paths, in a file at `path`: small enough for any pipe."""
+    path.write_bytes(b"".join(chunk.lines) if chunk.lines else b"\0".join(map(os.fsencode, chunk.paths)))
+    return replace(chunk, paths=[str(path), *([] if chunk.kind == "text" else chunk.paths)], lines=[])
+
+
+def unspooled(chunk: Chunk) -> Chunk:
+    """The chunk that `spooled` was given; its file is removed."""
+    file, *paths = chunk.paths
+    data = Path(file).read_bytes()
+    os.unlink(file)
+    if chunk.kind == "text":
+        return replace(chunk, paths=[os.fsdecode(path) for path in data.split(b"\0")])
+    return replace(chunk, paths=paths, lines=list(io.BytesIO(data)) if chunk.kind == "lines" else [])
 
 
 class Encoder:
