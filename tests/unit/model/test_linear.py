@@ -40,6 +40,17 @@ def test_product_equals_matmul(shape: tuple[int, int, int], transposed: bool) ->
 
 
 @needs_onednn
+@pytest.mark.usefixtures("forced")
+def test_arguments_with_gaps_between_rows() -> None:
+    x, weight = torch.randn(9, 40)[:, 3:19], torch.randn(7, 50)[:, 20:36]
+    exact = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(product(x, weight), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(weight, x), exact.t(), rtol=1e-5, atol=1e-5)
+    strided = torch.randn(16, 30)[:, :7].t()
+    torch.testing.assert_close(product(x, strided), (x.double() @ strided.double().t()).float(), rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", ["none", "weight", "x"])
 @pytest.mark.usefixtures("forced")
