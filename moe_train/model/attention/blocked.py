@@ -12,7 +12,8 @@ Shapes: B sequences, T queries, S keys, H query heads, G key/value heads, C quer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_train.model.attention.mask import Visible
+from moe_train.model.linear import product, use_onednn
 
 BLOCK = 64
 """Queries a block. Smaller ones skip more of the masked half, larger ones make larger products: 64 was fastest of 64 … 512 …"""
@@ -83,7 +85,36 @@ def _fold(x_BHTC: Tensor, num_groups: int, block: Block) -> Tensor:
 
 def _matmul(a_XMK: Tensor, b_XKN: Tensor, alpha: float = 1.0) -> Tensor:
     """alpha · a · b, batched, scaled before it is rounded. [X, M, N]."""
+    if a_XMK.shape[0] == 1 and use_onednn(a_XMK, a_XMK.shape[1], a_XMK.shape[2], b_XKN.shape[2]):
+        y = product(a_XMK[0], b_XKN[0].t()).unsqueeze(0)
+        return y if alpha == 1.0 else y.mul_(alpha)
     return torch.baddbmm(a_XMK.new_zeros(1, 1, 1), a_XMK, b_XKN, beta=0, alpha=alpha)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is attended to at once: sequences, groups (and their query heads), and the blocks of those sequences, numbered from the
+    first."""
+
+    rows: slice
+    groups: slice
+    heads: slice
+    blocks: list[Block]
+
+
+def _units(q: Tensor, k: Tensor, blocks: list[Block]) -> Iterator[_Unit]:
+    """The whole batch; or, where products go one by one (fp32 by oneDNN, which has no batched form), one group of one sequence after the
+    other."""
+    size, heads, _, width = q.shape
+    groups, num_keys = k.shape[1], k.shape[2]
+    largest = max(block.end - block.start for block in blocks) * heads // groups if blocks else 0
+    if not use_onednn(q, largest, width, num_keys) or torch.compiler.is_compiling():
+        yield _Unit(slice(0, size), slice(0, groups), slice(0, heads), blocks)
+        return
+    for b in range(size):
+        mine = [replace(block, rows=slice(0, 1)) for block in blocks if block.rows.start <= b < block.rows.stop]
+        for g in range(groups):
+            yield _Unit(slice(b, b + 1), slice(g, g + 1), slice(g * heads // groups, (g + 1) * heads // groups), mine)
 
 
 def _weights(q_XMC: Tensor, k_XSC: Tensor, first_BT: Tensor, sinks_H: Tensor | None, scale: float, block: Block) -> Tensor:
@@ -114,14 +145,13 @@ class _BlockedAttention(torch.autograd.Function):
         groups, value_width = v.shape[1], v.shape[-1]
         ctx.save_for_backward(q, k, v, first, sinks)
         ctx.scale, ctx.blocks = scale, blocks
-        k_XSC, v_XSV = k.flatten(0, 1), v.flatten(0, 1)
+        k, v = k.contiguous(), v.contiguous()
         # [B, T, H, V] in memory, the layout that the output projection reads.
         out = q.new_empty(size, num_queries, groups, heads // groups, value_width).permute(0, 2, 3, 1, 4)
-        for block in blocks:
-            keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
-            weights = _weights(_fold(q, groups, block), keys, first, sinks, scale, block)
-            target = out[block.rows, :, :, block.start : block.end]
-            target.copy_(_matmul(weights[..., : keys.shape[1]], values).view(target.shape))
+        for unit in _units(q, k, blocks):
+            here, mine = (unit.rows, unit.groups), (unit.rows, unit.heads)
+            first_here = first[unit.rows] if first.shape[0] > 1 else first
+            _forward(q[mine], k[here], v[here], first_here, None if sinks is None else sinks[unit.heads], scale, unit.blocks, out[here])
         return out.flatten(1, 2)
 
     @staticmethod
@@ -129,28 +159,60 @@ class _BlockedAttention(torch.autograd.Function):
         q, k, v, first, sinks = ctx.saved_tensors
         size, heads, num_queries, width = q.shape
         groups = k.shape[1]
-        k_XSC, v_XSV = k.flatten(0, 1), v.flatten(0, 1)
+        k, v = k.contiguous(), v.contiguous()
         grad_q = q.new_empty(size, num_queries, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
         # Sums over blocks in fp32, whatever the precision of the model.
-        grad_k, grad_v = torch.zeros_like(k_XSC, dtype=torch.float32), torch.zeros_like(v_XSV, dtype=torch.float32)
+        grad_k, grad_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        for block in ctx.blocks:
-            q_block, grad_block = _fold(q, groups, block), _fold(grad, groups, block)
-            keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
-            weights = _weights(q_block, keys, first, sinks, ctx.scale, block)
-            grad_weights = _matmul(grad_block, values.mT)
-            if grad_sinks is None:
-                grad_logits = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-            else:
-                with_sink = torch._softmax_backward_data(F.pad(grad_weights, (0, 1)), weights, -1, weights.dtype)
-                weights, grad_logits = weights[..., :-1], with_sink[..., :-1]
-                grad_sinks += with_sink[..., -1].float().view(-1, heads, block.end - block.start).sum((0, 2))
-            _seen(grad_v, groups, block).add_(_matmul(weights.mT, grad_block))
-            target = grad_q[block.rows, :, :, block.start : block.end]
-            target.copy_(_matmul(grad_logits, keys, ctx.scale).view(target.shape))
-            _seen(grad_k, groups, block).add_(_matmul(grad_logits.mT, q_block, ctx.scale))
-        grad_k, grad_v = grad_k.to(k.dtype).view(k.shape), grad_v.to(v.dtype).view(v.shape)
-        return grad_q.flatten(1, 2), grad_k, grad_v, None, grad_sinks if grad_sinks is None else grad_sinks.to(sinks.dtype), None, None
+        for unit in _units(q, k, ctx.blocks):
+            here, mine = (unit.rows, unit.groups), (unit.rows, unit.heads)
+            first_here = first[unit.rows] if first.shape[0] > 1 else first
+            inputs = q[mine], k[here], v[here], first_here, None if sinks is None else sinks[unit.heads]
+            grads = grad_q[here], grad_k[here], grad_v[here], None if grad_sinks is None else grad_sinks[unit.heads]
+            _backward(inputs, grad[mine], ctx.scale, unit.blocks, grads)
+        grad_sinks = None if grad_sinks is None else grad_sinks.to(sinks.dtype)
+        return grad_q.flatten(1, 2), grad_k.to(k.dtype), grad_v.to(v.dtype), None, grad_sinks, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, sinks: Tensor | None, scale: float, blocks: list[Block], out_BGMTV: Tensor
+) -> None:
+    groups = k.shape[1]
+    k_XSC, v_XSV = k.flatten(0, 1), v.flatten(0, 1)
+    for block in blocks:
+        keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
+        weights = _weights(_fold(q, groups, block), keys, first, sinks, scale, block)
+        target = out_BGMTV[block.rows, :, :, block.start : block.end]
+        target.copy_(_matmul(weights[..., : keys.shape[1]], values).view(target.shape))
+
+
+def _backward(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    grad: Tensor,
+    scale: float,
+    blocks: list[Block],
+    grads: tuple[Tensor, Tensor, Tensor, Tensor | None],
+) -> None:
+    """Write d(q) and add d(k), d(v) and d(sinks) to `grads`."""
+    q, k, v, first, sinks = inputs
+    grad_q, grad_k, grad_v, grad_sinks = grads
+    groups = k.shape[1]
+    k_XSC, v_XSV, grad_k, grad_v = (x.flatten(0, 1) for x in (k, v, grad_k, grad_v))
+    for block in blocks:
+        q_block, grad_block = _fold(q, groups, block), _fold(grad, groups, block)
+        keys, values = _seen(k_XSC, groups, block), _seen(v_XSV, groups, block)
+        weights = _weights(q_block, keys, first, sinks, scale, block)
+        grad_weights = _matmul(grad_block, values.mT)
+        if grad_sinks is None:
+            grad_logits = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        else:
+            with_sink = torch._softmax_backward_data(F.pad(grad_weights, (0, 1)), weights, -1, weights.dtype)
+            weights, grad_logits = weights[..., :-1], with_sink[..., :-1]
+            grad_sinks += with_sink[..., -1].float().view(-1, q.shape[1], block.end - block.start).sum((0, 2))
+        _seen(grad_v, groups, block).add_(_matmul(weights.mT, grad_block))
+        target = grad_q[block.rows, :, :, block.start : block.end]
+        target.copy_(_matmul(grad_logits, keys, scale).view(target.shape))
+        _seen(grad_k, groups, block).add_(_matmul(grad_logits.mT, q_block, scale))
 
 
 def _seen(x_XSC: Tensor, num_groups: int, block: Block) -> Tensor:

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from moe_train.config import ModelConfig, MoEConfig
 from moe_train.model import linear as linear_module
+from moe_train.model.attention.attend import attend
+from moe_train.model.attention.mask import AttentionMask
 from moe_train.model.linear import Linear, onednn_is_faster, product, product_out, use_onednn
 from moe_train.model.moe.experts import Experts
 
@@ -69,6 +71,30 @@ def test_linear_equals_torch(bias: bool, frozen: str) -> None:
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_one_group_at_a_time_equals_the_whole_batch(monkeypatch, packed: bool, window: int | None, sinks: bool) -> None:
+    num_tokens = 150
+    documents = (torch.rand(2, num_tokens) < 0.05).long().cumsum(1) if packed else torch.zeros(2, num_tokens, dtype=torch.long)
+    visible = AttentionMask(documents, window).visible(window)
+    shapes = [(2, num_tokens, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    inputs += [torch.randn(4, requires_grad=True)] if sinks else []
+    grad = torch.randn(2, 4, num_tokens, 8)
+
+    def run() -> list[torch.Tensor]:
+        out = attend(*inputs[:3], visible, 0.3, inputs[3] if sinks else None)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    whole = run()
+    monkeypatch.setattr(linear_module, "SMALLEST_PRODUCT", 1)
+    monkeypatch.setattr(linear_module, "onednn_is_faster", lambda: True)
+    for apart, together in zip(run(), whole, strict=True):
+        torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-5)
 
 
 @needs_onednn
