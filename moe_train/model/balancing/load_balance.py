@@ -4,7 +4,8 @@ All three are  L = Σ_i f_i P_i  with  f_i = E/(K·T) · #{choices of expert i} 
 so that balanced routing gives exactly 1. f carries no gradient. They differ in the tokens over which f and P are counted:
 
 - micro-batch (GShard arXiv:2006.16668, Switch arXiv:2101.03961 eq. 4-6): the micro-batch;
-- sequence-wise (DeepSeek-V3 arXiv:2412.19437 eq. 17-20): each row by itself, rows weighted by their tokens;
+- sequence-wise (DeepSeek-V3 arXiv:2412.19437 eq. 17-20): each row by itself, rows weighted by their tokens; f counts the K best scores
+  of each token, without selection bias and groups, where the others count what was chosen;
 - global-batch (Qwen arXiv:2501.11873): f over the whole batch of the optimizer step, P over the micro-batch.
 
 Shapes: B sequences, T tokens, N = B·T, E experts, K experts per token.

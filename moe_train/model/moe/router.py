@@ -75,7 +75,7 @@ class Router(nn.Module):
         if ctx.recorder is not None and not is_replay():
             self._record(ctx, scores_NE.detach(), load_E, keep_NK, valid_N)
         if ctx.denominators is not None and self.training:
-            weights_NK = self._balance(weights_NK, logits_NE, ids_NK, load_E, ctx)
+            weights_NK = self._balance(weights_NK, logits_NE, load_E, ctx)
         return Routing(ids_NK, weights_NK, keep_NK)
 
     def _logits(self, x_ND: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Router(nn.Module):
             required = histogram(scores_NE, self.selection_bias, self.top_k, self.balance.quantile_bins, valid_N)
             recorder.add(recorder.required_bias, self.layer, required)
 
-    def _balance(self, weights_NK: Tensor, logits_NE: Tensor, ids_NK: Tensor, load_E: Tensor, ctx: ForwardContext) -> Tensor:
+    def _balance(self, weights_NK: Tensor, logits_NE: Tensor, load_E: Tensor, ctx: ForwardContext) -> Tensor:
         """Inject the gradient of each loss that is on: coefficient × (this micro-batch's tokens / the global batch's) × loss."""
         balance, denominators = self.balance, ctx.denominators
         assert denominators is not None
@@ -132,8 +132,10 @@ class Router(nn.Module):
         probs_NE = probabilities(logits_NE, self.config)
 
         def sequence() -> Tensor:
+            # Eq. 18 counts the K best scores s, not what bias and groups make of them (megatron-core does so too).
+            best_NK = routed(lambda: probs_NE.detach().topk(self.top_k, dim=-1).indices)
             shape = ctx.positions_BT.shape
-            return sequence_loss(probs_NE.unflatten(0, shape), ids_NK.unflatten(0, shape), ctx.valid_BT)
+            return sequence_loss(probs_NE.unflatten(0, shape), best_NK.unflatten(0, shape), ctx.valid_BT)
 
         methods: list[tuple[str, float, Callable[[], Tensor]]] = [
             ("aux_loss", balance.aux_coef, lambda: micro_batch_loss(probs_NE, load_E, valid_N)),
