@@ -216,6 +216,11 @@ def _balance(config: Config) -> None:
             f"balance.bias=quantile needs router scores in [0, 1], but {chosen} has none; use balance=bias (the sign rule), "
             "or model.moe.router.score=sigmoid."
         )
+    if balance.bias == "quantile" and router.num_groups > 1:
+        raise ConfigError(
+            f"balance.bias=quantile takes its cut over all experts, but model.moe.router.num_groups={router.num_groups} limits the choice "
+            "to groups, and the load would not settle; set num_groups=1 and topk_groups=1, or use balance=bias (the sign rule)."
+        )
     if balance.sinkhorn_iterations and router.num_groups > 1:
         raise ConfigError(
             f"balance.sinkhorn_iterations={balance.sinkhorn_iterations} selects among all experts, but model.moe.router.num_groups="

@@ -59,8 +59,8 @@ def _activate(tape: RoutingTape) -> Iterator[None]:
 
 
 def routed(choose: Callable[[], Tensor]) -> Tensor:
-    """The expert choice `choose()` makes, recorded or played back when inside a recomputed region. The router calls this and nothing
-    else."""
+    """What `choose()` decides (experts, counts, choices kept), recorded or played back when inside a recomputed region. The router calls
+    this and nothing else."""
     tape = _tape.get()
     return choose() if tape is None else tape.route(choose)
 

@@ -1,8 +1,8 @@
 """The router: which experts a token visits, and with which weights.
 
-Scores s = softmax(l), sigmoid(l) or sqrt(softplus(l)) of l = W x in fp32. The K experts with the largest s + b are chosen (b: selection
-bias,
-arXiv:2408.15664), inside the best groups where routing is group-limited (DeepSeek-V3 §2.1.2); the weights come from s without b.
+Scores s = softmax(l), sigmoid(l) or sqrt(softplus(l)) of l = W x in fp32. The K experts with the largest s + b are chosen (b: the
+selection bias, arXiv:2408.15664), inside the best groups where routing is group-limited (DeepSeek-V3 §2.1.2); the weights come from s
+without b.
 
 Shapes: B sequences, T tokens, N = B·T, E experts, K experts per token, G groups.
 """
@@ -110,7 +110,8 @@ class Router(nn.Module):
             return keep_NK
         tokens = ids_NK.shape[0] if valid_N is None else int(valid_N.sum())
         capacity = expert_capacity(tokens, self.top_k, self.num_experts, self.moe.capacity_factor)
-        return within_capacity(ids_NK, weights_NK, keep_NK, capacity, by_score=self.moe.drop_policy == "score")
+        # Replayed too: weights that differ in the last bit could drop another choice and change the number of rows.
+        return routed(lambda: within_capacity(ids_NK, weights_NK, keep_NK, capacity, by_score=self.moe.drop_policy == "score"))
 
     @torch.no_grad()
     def _record(self, ctx: ForwardContext, scores_NE: Tensor, load_E: Tensor, keep_NK: Tensor | None, valid_N: Tensor | None) -> None:

@@ -104,6 +104,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "bias with Sinkhorn": (["balance.sinkhorn_iterations=3"], ["bias=sign", "Sinkhorn"]),
     "bias with forced balance": ([f"{ROUTER}.force_balanced=true"], ["bias=sign", "force_balanced"]),
     "quantile outside [0, 1]": (["balance=quantile", f"{ROUTER}.score=sqrt_softplus"], ["sqrt_softplus", "balance=bias"]),
+    "quantile within groups": (
+        ["balance=quantile", f"{ROUTER}.num_groups=4", f"{ROUTER}.topk_groups=2"],
+        ["num_groups=4", "balance=bias"],
+    ),
     "quantile after top-k": (["balance=quantile", f"{ROUTER}.score=softmax", f"{ROUTER}.softmax_order=after_topk"], ["after_topk"]),
     "Muon's number for AdamW": (["optim.muon_steps=3"], ["muon_steps=3", "optim.name=adamw"]),
     "decay of a constant rate": (["optim.schedule.name=constant", "optim.schedule.decay_steps=3"], ["decay_steps=3", "constant"]),

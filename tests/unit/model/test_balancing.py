@@ -192,6 +192,20 @@ def test_the_gradient_is_that_of_the_added_loss() -> None:
     torch.testing.assert_close(found[1], net.blocks[1].ffn.router.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_the_sequence_loss_counts_the_best_scores_whatever_the_bias_chooses() -> None:
+    """DeepSeek-V3 eq. 18 has s, not s + b. The other losses count what was chosen."""
+    whole, values = batch(), {}
+    for bias in (0.0, 50.0):
+        net = model(BalanceConfig(seq_aux_coef=0.5, aux_coef=0.5))
+        recorder = Recorder()
+        net.blocks[1].ffn.router.selection_bias[2] = bias
+        net(whole, Denominators.of(whole), recorder)
+        assert bool(recorder.load[1][2] == recorder.load[1].sum() / K) == (bias > 0)
+        values[bias] = {name: float(losses[1]) for name, losses in recorder.losses.items()}
+    assert values[0.0]["seq_aux_loss"] == values[50.0]["seq_aux_loss"]
+    assert values[0.0]["aux_loss"] != values[50.0]["aux_loss"]
+
+
 def test_buffered_global_counts_see_the_micro_batches_so_far() -> None:
     whole = batch()
     exact, _ = router_gradients(model(BalanceConfig(global_aux_coef=0.7)), whole, 1)

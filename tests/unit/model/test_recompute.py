@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from moe_train.model.transformer import Transformer
 SETTINGS = [("block",), ("attention",), ("ffn",), ("experts",), ("norms",), ("attention", "ffn"), ("norms", "experts"), ("norms", "ffn")]
 
 
-def model(parts: tuple[str, ...], **router: object) -> Transformer:
+def model(parts: tuple[str, ...], balance: BalanceConfig | None = None, moe: dict[str, Any] | None = None, **router: object) -> Transformer:
     config = ModelConfig(
         vocab_size=40,
         hidden_size=32,
@@ -23,10 +25,10 @@ def model(parts: tuple[str, ...], **router: object) -> Transformer:
         attention=AttentionConfig(
             kind="mla", num_heads=2, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
         ),
-        moe=MoEConfig(8, 2, 16, 1, router=RouterConfig(score="sigmoid", **router)),
+        moe=MoEConfig(8, 2, 16, 1, router=RouterConfig(score="sigmoid", **router), **(moe or {})),
         mtp=MTPConfig(1),
     )
-    net = Transformer(config, BalanceConfig(seq_aux_coef=0.1, z_coef=0.01, bias="quantile"), parts)
+    net = Transformer(config, balance or BalanceConfig(seq_aux_coef=0.1, z_coef=0.01, bias="quantile"), parts)
     net.init_weights(0)
     return net.train()
 
@@ -74,6 +76,35 @@ def test_routing_of_the_forward_pass_is_used_although_the_router_would_now_choos
     counts = [torch.bincount(ids.flatten(), minlength=8) for ids in seen]
     assert torch.equal(counts[0], recorder.load[2])
     assert torch.equal(counts[1], recorder.load[1])
+
+
+@pytest.mark.parametrize("parts", [("block",), ("ffn",)], ids=" ".join)
+def test_buffered_counts_of_the_micro_batches_so_far_are_replayed(parts: tuple[str, ...]) -> None:
+    """When a micro-batch is recomputed the counts in the recorder may have moved on; its loss must not see that."""
+    balance = BalanceConfig(global_aux_coef=0.5, global_counts="buffer")
+    found = []
+    for recomputed in ((), parts):
+        net, recorder, batch = model(recomputed, balance), Recorder(), whole()
+        losses = [net(part, Denominators.of(batch, 1), recorder).loss for part in batch.split(1)]
+        torch.stack(losses).sum().backward()  # all three recomputed after all three were counted
+        found.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    assert [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])] == []
+
+
+@pytest.mark.parametrize("policy", ["score", "position"])
+def test_choices_dropped_for_capacity_are_replayed_although_the_weights_now_rank_otherwise(policy: str) -> None:
+    net, recorder = model(("block",), moe={"capacity_factor": 0.5, "drop_policy": policy}), Recorder()
+    kept: dict[int, list[torch.Tensor]] = {2: [], 1: []}
+    for layer, calls in kept.items():
+        net.blocks[layer].ffn.router.register_forward_hook(lambda module, args, output, calls=calls: calls.append(output.keep_NK))
+    loss = net(whole(), Denominators.of(whole(), 1), recorder).loss
+    for layer in kept:
+        with torch.no_grad():
+            net.blocks[layer].ffn.router.weight.neg_()
+    loss.backward()
+    for layer, (first, again) in kept.items():
+        assert int(recorder.dropped[layer]) > 0
+        assert torch.equal(first, again)
 
 
 def test_recompute_keeps_no_activation() -> None:
