@@ -94,7 +94,8 @@ def _turn_pairs(x: Tensor, by: Rotation, interleaved: bool) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's backward is the rotation by the opposite angle. Two to seven times faster than autograd of the plain form."""
+    """A rotation's backward is the rotation by the opposite angle. 1.4 (halves) to 7 times (pairs) faster than autograd of
+    the plain form in fp32 on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, start: int) -> Tensor:
