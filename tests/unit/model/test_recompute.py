@@ -91,9 +91,8 @@ def test_buffered_counts_of_the_micro_batches_so_far_are_replayed(parts: tuple[s
     assert [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])] == []
 
 
-@pytest.mark.parametrize("policy", ["score", "position"])
-def test_choices_dropped_for_capacity_are_replayed_although_the_weights_now_rank_otherwise(policy: str) -> None:
-    net, recorder = model(("block",), moe={"capacity_factor": 0.5, "drop_policy": policy}), Recorder()
+def test_choices_dropped_for_capacity_are_replayed_although_the_weights_now_rank_otherwise() -> None:
+    net, recorder = model(("block",), moe={"capacity_factor": 0.5}), Recorder()
     kept: dict[int, list[torch.Tensor]] = {2: [], 1: []}
     for layer, calls in kept.items():
         net.blocks[layer].ffn.router.register_forward_hook(lambda module, args, output, calls=calls: calls.append(output.keep_NK))
