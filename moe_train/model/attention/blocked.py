@@ -27,6 +27,8 @@ BLOCK = 64
 """Queries a block. Smaller ones skip more of the masked half, larger ones make larger products: 64 was fastest of 64 … 512 …"""
 SMALLEST_ROWS = 128
 """… where a block has at least this many rows, all heads of a group counted."""
+ROWS_ALONE = 256
+"""Rows of a block, all heads of a group counted, from which on the groups go one by one where that makes fp32 products faster."""
 ROWS_APART = 1024
 """Packed sequences of this length or more are attended to one by one, each from where its own documents begin."""
 
@@ -108,7 +110,7 @@ def _units(q: Tensor, k: Tensor, blocks: list[Block]) -> Iterator[_Unit]:
     size, heads, _, width = q.shape
     groups, num_keys = k.shape[1], k.shape[2]
     largest = max(block.end - block.start for block in blocks) * heads // groups if blocks else 0
-    if not use_onednn(q, largest, width, num_keys) or torch.compiler.is_compiling():
+    if largest < ROWS_ALONE or not use_onednn(q, largest, width, num_keys) or torch.compiler.is_compiling():
         yield _Unit(slice(0, size), slice(0, groups), slice(0, heads), blocks)
         return
     for b in range(size):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from moe_train.config import ModelConfig, MoEConfig
 from moe_train.model import linear as linear_module
+from moe_train.model.attention import blocked
 from moe_train.model.attention.attend import attend
 from moe_train.model.attention.mask import AttentionMask
 from moe_train.model.linear import Linear, onednn_is_faster, product, product_out, use_onednn
@@ -91,6 +92,7 @@ def test_attention_one_group_at_a_time_equals_the_whole_batch(monkeypatch, packe
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     whole = run()
+    monkeypatch.setattr(blocked, "ROWS_ALONE", 1)
     monkeypatch.setattr(linear_module, "SMALLEST_PRODUCT", 1)
     monkeypatch.setattr(linear_module, "onednn_is_faster", lambda: True)
     for apart, together in zip(run(), whole, strict=True):
