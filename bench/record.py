@@ -141,7 +141,10 @@ def _models(table: Table) -> list[str]:
         dropless = "yes" if pair.dropless else "no"
         lines.append(f"{pair.theirs} | {tokens / median:,.0f} | {_spread(pair.ratios)} | {_gib(pair.peak_theirs)} | {dropless}")
     best = table.best_dropless
-    return lines if best is None else [*lines, "", f"Best dropless peer: {best.theirs}; ours is {best.ratio:.2f} × as fast."]
+    if best is None:
+        return lines
+    compiled = f", compiled {best.ratio * table.compiled_gain:.2f} ×" if table.compiled_gain > 1 else ""
+    return [*lines, "", f"Best dropless peer: {best.theirs}; ours is {best.ratio:.2f} × as fast{compiled}."]
 
 
 def _spread(values: Sequence[float]) -> str:
