@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.environment import ROOT, peer_python
+from moe_train.cli.openmp import SPIN_COUNT
 
 
 class ParticipantError(RuntimeError):
@@ -20,13 +21,15 @@ class ParticipantError(RuntimeError):
 
 @dataclass(frozen=True)
 class Participant:
-    """module: file in bench/peers; dropless: whether every token reaches its experts (others are shown but not counted)."""
+    """module: file in bench/peers; dropless: whether every token reaches its experts (others are shown but not counted); environment:
+    instead of the way to wait that all others share."""
 
     name: str
     module: str
     variant: str = ""
     compiled: bool = False
     dropless: bool = True
+    environment: tuple[tuple[str, str], ...] = (("GOMP_SPINCOUNT", SPIN_COUNT),)
 
     @property
     def python(self) -> str:
@@ -43,8 +46,10 @@ class Session:
         command += ["--compile"] if participant.compiled else []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-        # As `moe-train` sets it, for everyone: idle threads sleep, so that the participant who waits takes nothing from the one who runs.
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        # As `moe-train` sets it, for everyone: a participant who waits takes nothing from the one who runs.
+        for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+            environment.pop(key, None)
+        environment |= dict(participant.environment)
         begin = time.perf_counter()
         self._process = subprocess.Popen(
             command,

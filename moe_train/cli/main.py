@@ -8,6 +8,7 @@ import os
 import sys
 
 from moe_train import __version__
+from moe_train.cli.openmp import wait_briefly
 from moe_train.config.errors import ConfigError, RunError, nearest
 
 VERBS = {
@@ -26,9 +27,7 @@ USAGE = "usage: moe-train VERB [arguments]\n       moe-train VERB --help"
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    # Before torch is imported: threads that wait for work sleep instead of spinning. On a machine whose cores are shared, spinning made a
-    # step about ten times slower (docs/log.md); a value the user has set wins.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly(os.environ)  # before torch is imported
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         return _dispatch(arguments)

@@ -12,6 +12,7 @@ import pytest
 
 import moe_train.recipes as recipes
 from moe_train.cli import main
+from moe_train.cli.openmp import SPIN_COUNT, wait_briefly
 from moe_train.config import Config, RunError
 
 
@@ -164,3 +165,13 @@ def test_inspect_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_seq_len=4096" in capsys.readouterr().err
     assert main(["inspect", "model=tiny"]) == 2
     assert "`tiny_mla_moe`" in capsys.readouterr().err
+
+
+def test_threads_wait_briefly_unless_the_user_says_otherwise() -> None:
+    for given, expected in (
+        ({}, {"GOMP_SPINCOUNT": SPIN_COUNT}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+    ):
+        wait_briefly(given)
+        assert given == expected
