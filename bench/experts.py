@@ -71,8 +71,8 @@ def _expert_step(num_experts: int, skew: int, backend: str, dtype: torch.dtype, 
 
     def step() -> None:
         x, weights = x_ND.detach().requires_grad_(), weights_NK.detach().requires_grad_()
-        rows, plan = dispatcher.dispatch(x, choices[next(turn) % len(choices)], weights)
-        dispatcher.combine(experts(rows, plan.counts_E), weights, plan).backward(grad_ND)
+        rows, weights_R, plan = dispatcher.dispatch(x, choices[next(turn) % len(choices)], weights)
+        dispatcher.combine(experts(rows, plan.counts_E, weights_R), plan).backward(grad_ND)
         experts.zero_grad(set_to_none=True)
 
     return step

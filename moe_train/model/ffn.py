@@ -44,29 +44,46 @@ class Activation:
         torch.ops.aten.silu.out(gate, out=out_RF)
         return out_RF.mul_(up)
 
-    def backward_out(self, hidden_RG: Tensor, grad_RF: Tensor, grad_hidden_RG: Tensor, value_RF: Tensor | None = None) -> None:
-        """Write d(hidden) to `grad_hidden_RG`; also the forward value to `value_RF` when given. Overwrites `grad_RF`.
+    def backward_out(self, hidden_RG: Tensor, grad_RF: Tensor, grad_hidden_RG: Tensor) -> None:
+        """Write d(hidden) to `grad_hidden_RG`. Overwrites `grad_RF`.
 
         d(up) = grad · silu(gate); d(gate) = grad · up · σ(gate) · (1 + gate · (1 − σ(gate))); clamped values pass no gradient.
         """
         gate, up = hidden_RG.chunk(2, dim=-1)
         grad_gate, grad_up = grad_hidden_RG.chunk(2, dim=-1)
         if self.kind == "swiglu":
-            silu = F.silu(gate)
-            torch.mul(grad_RF, silu, out=grad_up)
-            if value_RF is not None:
-                torch.mul(silu, up, out=value_RF)
-            torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up), gate, grad_input=grad_gate)
+            self._swiglu_backward(F.silu(gate), gate, up, grad_RF, grad_gate, grad_up)
             return
         g, u = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         sigmoid = (self.alpha * g).sigmoid()
         value = g * sigmoid
         torch.mul(grad_RF, value, out=grad_up).masked_fill_(up.abs() > self.limit, 0)
-        u = u.add_(1)
-        if value_RF is not None:
-            torch.mul(u, value, out=value_RF)
         slope = sigmoid + self.alpha * value * (1 - sigmoid)
-        torch.mul(grad_RF.mul_(u), slope, out=grad_gate).masked_fill_(gate > self.limit, 0)
+        torch.mul(grad_RF.mul_(u.add_(1)), slope, out=grad_gate).masked_fill_(gate > self.limit, 0)
+
+    def weighted_backward_out(
+        self, hidden_RG: Tensor, grad_RF: Tensor, grad_hidden_RG: Tensor, weights_R1: Tensor, value_RF: Tensor, grad_weights_R1: Tensor
+    ) -> None:
+        """`backward_out` for y = w · act(hidden) with one weight a row, given d(y) in `grad_RF`; writes w · act(hidden) to `value_RF` and
+        d(w) to `grad_weights_R1`."""
+        if self.kind == "swiglu":
+            gate, up = hidden_RG.chunk(2, dim=-1)
+            silu = F.silu(gate)
+            torch.mul(silu, up, out=value_RF)
+        else:
+            self.forward_out(hidden_RG, value_RF)
+        torch.sum(grad_RF * value_RF, -1, keepdim=True, out=grad_weights_R1)
+        grad_RF.mul_(weights_R1)
+        value_RF.mul_(weights_R1)
+        if self.kind == "swiglu":
+            self._swiglu_backward(silu, gate, up, grad_RF, *grad_hidden_RG.chunk(2, dim=-1))
+        else:
+            self.backward_out(hidden_RG, grad_RF, grad_hidden_RG)
+
+    @staticmethod
+    def _swiglu_backward(silu: Tensor, gate: Tensor, up: Tensor, grad_RF: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+        torch.mul(grad_RF, silu, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up), gate, grad_input=grad_gate)
 
 
 class _ActivationFunction(torch.autograd.Function):

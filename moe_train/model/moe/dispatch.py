@@ -1,7 +1,7 @@
 """Moving tokens to their experts and home again, on one rank: a sort and gathers, in both directions.
 
-The backward passes are gathers too, never scatters: the gradient of a token is the sum of the K rows it was copied to, the gradient of a
-row is the weighted gradient of its token, and the gradient of a weight is the product of its row with its token's gradient.
+The weight of a choice travels with its row and acts inside the expert. The backward passes are gathers too, never scatters: the gradient of
+a token is the sum of the K rows it was copied to, and the gradient of a row is that of its token.
 
 Shapes: N tokens, K choices a token, R rows sorted by expert (with padding), D hidden, E experts.
 """
@@ -39,14 +39,21 @@ class LocalDispatcher:
 
     def dispatch(
         self, x_ND: Tensor, expert_ids_NK: Tensor, weights_NK: Tensor, keep_NK: Tensor | None = None
-    ) -> tuple[Tensor, DispatchPlan]:
-        """rows [R, D] ordered by expert, and the plan that `combine` needs. keep_NK bool: choices that are False go to no expert."""
-        plan = self.plan(expert_ids_NK, keep_NK)
-        return _Dispatch.apply(x_ND, plan), plan
+    ) -> tuple[Tensor, Tensor, DispatchPlan]:
+        """rows [R, D] ordered by expert, their weights [R] (0 for padding), and the plan that `combine` needs.
 
-    def combine(self, rows_RD: Tensor, weights_NK: Tensor, plan: DispatchPlan) -> Tensor:
-        """y[n] = Σ_k w[n, k] · row of choice (n, k). [N, D]; a dropped choice adds nothing."""
-        return _Combine.apply(rows_RD, weights_NK.to(rows_RD.dtype), plan)
+        keep_NK bool: choices that are False go to no expert. Padding rows hold some token's values."""
+        plan = self.plan(expert_ids_NK, keep_NK)
+        weights_NK = weights_NK.to(x_ND.dtype)
+        if keep_NK is not None:
+            weights_NK = weights_NK.masked_fill(~keep_NK, 0)
+        num_rows = plan.token_of_row_R.shape[0]
+        weights_R = weights_NK.new_zeros(num_rows).scatter(0, plan.row_of_choice_NK.flatten(), weights_NK.flatten())
+        return _Dispatch.apply(x_ND, plan), weights_R, plan
+
+    def combine(self, rows_RD: Tensor, plan: DispatchPlan) -> Tensor:
+        """y[n] = Σ_k row of choice (n, k). [N, D]; a dropped choice adds nothing."""
+        return _Combine.apply(rows_RD, plan)
 
     def plan(self, expert_ids_NK: Tensor, keep_NK: Tensor | None = None) -> DispatchPlan:
         """Where each choice goes. On a GPU nothing here waits for the device: R is an upper bound that follows from the shapes alone."""
@@ -97,25 +104,14 @@ def _gather_tokens(x_ND: Tensor, plan: DispatchPlan) -> Tensor:
     return x_ND.index_select(0, plan.token_of_row_R.clamp(max=x_ND.shape[0] - 1))
 
 
-def _zero_padding(rows_RD: Tensor, plan: DispatchPlan, num_tokens: int) -> Tensor:
-    padding_R = plan.token_of_row_R == num_tokens
-    if rows_RD.device.type == "cpu":
-        return rows_RD.index_fill_(0, padding_R.nonzero().squeeze(1), 0)
-    return rows_RD.masked_fill_(padding_R[:, None], 0)
-
-
-def _sum_rows(rows_RD: Tensor, plan: DispatchPlan, weights_NK: Tensor | None) -> Tensor:
-    """Σ_k [w[n, k] ·] row of choice (n, k), without the [N, K, D] copy between. Sums in fp32."""
+def _sum_rows(rows_RD: Tensor, plan: DispatchPlan) -> Tensor:
+    """Σ_k row of choice (n, k), without the [N, K, D] copy between. Sums in fp32."""
     num_tokens, top_k = plan.row_of_choice_NK.shape
     if num_tokens == 0:
         return rows_RD.new_zeros(0, rows_RD.shape[1])
     offsets_N = torch.arange(0, num_tokens * top_k, top_k, device=rows_RD.device)
     return torch._embedding_bag_forward_only(
-        rows_RD,
-        plan.row_of_choice_NK.flatten(),
-        offsets_N,
-        per_sample_weights=None if weights_NK is None else weights_NK.flatten(),
-        padding_idx=-1 if plan.spare_row is None else plan.spare_row,
+        rows_RD, plan.row_of_choice_NK.flatten(), offsets_N, padding_idx=-1 if plan.spare_row is None else plan.spare_row
     )[0]
 
 
@@ -123,32 +119,19 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, plan: DispatchPlan) -> Tensor:
         ctx.plan = plan
-        return _zero_padding(_gather_tokens(x_ND, plan), plan, x_ND.shape[0])
+        return _gather_tokens(x_ND, plan)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return _sum_rows(grad_RD, ctx.plan, None), None
+        return _sum_rows(grad_RD, ctx.plan), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_NK: Tensor, plan: DispatchPlan) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, plan: DispatchPlan) -> Tensor:
         ctx.plan = plan
-        ctx.save_for_backward(rows_RD, weights_NK)
-        return _sum_rows(rows_RD, plan, weights_NK)
+        return _sum_rows(rows_RD, plan)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        plan: DispatchPlan = ctx.plan
-        rows_RD, weights_NK = ctx.saved_tensors
-        grad_RD = _gather_tokens(grad_ND.contiguous(), plan)
-        grad_weights = None
-        if ctx.needs_input_grad[1]:
-            dot_R = (rows_RD * grad_RD).sum(-1)
-            grad_weights = dot_R[plan.row_of_choice_NK]
-            if plan.spare_row is not None:
-                grad_weights.masked_fill_(plan.row_of_choice_NK == plan.spare_row, 0)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_weights, None
-        weight_R = weights_NK.new_zeros(rows_RD.shape[0]).scatter_(0, plan.row_of_choice_NK.flatten(), weights_NK.flatten())
-        return _zero_padding(grad_RD.mul_(weight_R[:, None]), plan, grad_ND.shape[0]), grad_weights, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        return _gather_tokens(grad_ND.contiguous(), ctx.plan), None

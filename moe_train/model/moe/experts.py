@@ -35,7 +35,7 @@ def row_multiple(backend: str) -> int:
 
 
 class Experts(nn.Module):
-    """rows [R, D] sorted by expert and their counts [E] -> [R, D].
+    """rows [R, D] sorted by expert, their counts [E] and their weights [R] -> weight · expert(row) [R, D].
 
     gate_up_proj [E, 2F, D]: gate in the first F rows, up in the last; down_proj [E, D, F]; optional biases [E, 2F] and [E, D].
     Rows past sum(counts) belong to nobody: they are never read, and what the output holds there has no meaning.
@@ -53,12 +53,12 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(moe.num_experts, 2 * moe.expert_hidden_size)) if moe.expert_bias else None
         self.down_bias = nn.Parameter(torch.zeros(moe.num_experts, config.hidden_size)) if moe.expert_bias else None
 
-    def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """counts_E int64, any numbers >= 0 with sum(counts) <= R."""
+    def forward(self, rows_RD: Tensor, counts_E: Tensor, scale_R: Tensor) -> Tensor:
+        """counts_E int64, any numbers >= 0 with sum(counts) <= R; scale_R in the dtype of the rows."""
         weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, self.activation)
         backend = choose_backend(self.backend, rows_RD.device.type)
         if backend == "loop":
-            return loop_ffn(rows_RD, counts_E.tolist(), weights)
+            return loop_ffn(rows_RD, counts_E.tolist(), scale_R, weights)
         if backend == "grouped":
-            return grouped_ffn(rows_RD, counts_E, weights)
-        return batched_ffn(rows_RD, counts_E, weights)
+            return grouped_ffn(rows_RD, counts_E, scale_R, weights)
+        return batched_ffn(rows_RD, counts_E, scale_R, weights)

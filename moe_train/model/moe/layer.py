@@ -34,12 +34,12 @@ class MoE(nn.Module):
         # Not for torch.compile: sizes that depend on data break its graph in twenty places and would be compiled anew for each batch.
         x_ND = x_BTD.flatten(0, 1)
         routing = self.router(x_BTD, ctx)
-        rows_RD, plan = self.dispatcher.dispatch(x_ND, routing.expert_ids_NK, routing.weights_NK, routing.keep_NK)
+        rows_RD, weights_R, plan = self.dispatcher.dispatch(x_ND, routing.expert_ids_NK, routing.weights_NK, routing.keep_NK)
         if self.recompute_experts and self.training:
-            rows_RD = recompute(self.experts, rows_RD, plan.counts_E)
+            rows_RD = recompute(self.experts, rows_RD, plan.counts_E, weights_R)
         else:
-            rows_RD = self.experts(rows_RD, plan.counts_E)
-        y_ND = self.dispatcher.combine(rows_RD, routing.weights_NK, plan)
+            rows_RD = self.experts(rows_RD, plan.counts_E, weights_R)
+        y_ND = self.dispatcher.combine(rows_RD, plan)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
         return y_ND.view_as(x_BTD)

@@ -20,11 +20,12 @@ def choices(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
     return torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
 
 
-def scale_rows(rows: Tensor, counts: Tensor, factor_E: Tensor) -> Tensor:
-    """A stand-in for experts whose result is easy to know: expert e multiplies its rows by factor[e]. Rows of nobody become NaN."""
+def scale_rows(rows: Tensor, counts: Tensor, weights_R: Tensor, factor_E: Tensor) -> Tensor:
+    """A stand-in for experts whose result is easy to know: expert e multiplies its rows by their weights and factor[e]. Rows of nobody
+    become NaN."""
     factors = torch.full((rows.shape[0],), float("nan"), dtype=rows.dtype)
     factors[: int(counts.sum())] = factor_E.repeat_interleave(counts)
-    return rows * factors[:, None]
+    return rows * (weights_R * factors)[:, None]
 
 
 def check(num_tokens: int, num_experts: int, top_k: int, config: MoEConfig, keep: Tensor | None, ids: Tensor | None = None) -> None:
@@ -33,13 +34,13 @@ def check(num_tokens: int, num_experts: int, top_k: int, config: MoEConfig, keep
     x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
     weights = torch.rand(num_tokens, top_k, requires_grad=True)
     factor = torch.randn(num_experts, requires_grad=True)
-    rows, plan = dispatcher.dispatch(x, ids, weights, keep)
-    # Each row is the token it says, each kept choice has one row, and padding is zero.
+    rows, weights_R, plan = dispatcher.dispatch(x, ids, weights, keep)
+    # Each row is the token it says, each kept choice has one row, and padding weighs nothing.
     assert int(plan.counts_E.sum()) <= rows.shape[0]
     used = plan.token_of_row_R < num_tokens
     assert torch.equal(rows[used], x[plan.token_of_row_R[used]])
-    assert not rows[~used].any()
-    y = dispatcher.combine(scale_rows(rows, plan.counts_E, factor), weights, plan)
+    assert not weights_R[~used].any()
+    y = dispatcher.combine(scale_rows(rows, plan.counts_E, weights_R, factor), plan)
     kept = torch.ones_like(weights) if keep is None else keep.to(weights.dtype)
     true_y = ((weights * kept * factor[ids]).sum(1, keepdim=True)) * x
     torch.testing.assert_close(y, true_y)
@@ -70,14 +71,14 @@ def test_all_tokens_to_one_expert(expert: int) -> None:
 
 def test_padding_makes_every_expert_a_multiple_of_16_and_adds_nothing_to_empty_ones() -> None:
     ids = torch.tensor([[0], [0], [2]])
-    _, plan = LocalDispatcher(moe(4, 1)).dispatch(torch.randn(3, HIDDEN), ids, torch.ones(3, 1))
+    *_, plan = LocalDispatcher(moe(4, 1)).dispatch(torch.randn(3, HIDDEN), ids, torch.ones(3, 1))
     assert plan.counts_E.tolist() == [16, 0, 16, 0]
 
 
 def test_pad_to_capacity_gives_every_expert_the_same_rows() -> None:
     config = moe(4, 2, capacity_factor=1.5, pad_to_capacity=True)
     keep = torch.rand(10, 2) < 0.5
-    _, plan = LocalDispatcher(config).dispatch(torch.randn(10, HIDDEN), choices(10, 4, 2), torch.ones(10, 2), keep)
+    *_, plan = LocalDispatcher(config).dispatch(torch.randn(10, HIDDEN), choices(10, 4, 2), torch.ones(10, 2), keep)
     assert plan.counts_E.tolist() == [8, 8, 8, 8]  # ceil(1.5 · 10 · 2 / 4)
     check(10, 4, 2, config, keep)
 
@@ -85,9 +86,10 @@ def test_pad_to_capacity_gives_every_expert_the_same_rows() -> None:
 def test_bf16_sums_in_fp32() -> None:
     dispatcher, num_tokens = LocalDispatcher(moe(16, 8)), 64
     x, ids, weights = torch.randn(num_tokens, HIDDEN).bfloat16(), choices(num_tokens, 16, 8), torch.rand(num_tokens, 8)
-    rows, plan = dispatcher.dispatch(x, ids, weights)
-    y = dispatcher.combine(rows, weights, plan)
-    exact = (weights.bfloat16().double().sum(1, keepdim=True)) * x.double()
+    rows, weights_R, plan = dispatcher.dispatch(x, ids, weights)
+    rows = rows * weights_R[:, None]
+    y = dispatcher.combine(rows, plan)
+    exact = rows.double()[plan.row_of_choice_NK].sum(1)
     # One rounding of the result, not one for each of the eight terms.
     assert float((y.double() - exact).abs().max() / exact.abs().max()) < 2**-8
 
@@ -96,7 +98,7 @@ def test_frozen_weights_and_frozen_input() -> None:
     dispatcher, ids = LocalDispatcher(moe(4, 2)), choices(10, 4, 2)
     for needs_x, needs_weights in ((True, False), (False, True)):
         x, weights = torch.randn(10, HIDDEN, requires_grad=needs_x), torch.rand(10, 2, requires_grad=needs_weights)
-        rows, plan = dispatcher.dispatch(x, ids, weights)
-        dispatcher.combine(rows, weights, plan).sum().backward()
+        rows, weights_R, plan = dispatcher.dispatch(x, ids, weights)
+        dispatcher.combine(rows * weights_R[:, None], plan).sum().backward()
         assert (x.grad is not None) == needs_x
         assert (weights.grad is not None) == needs_weights

@@ -24,11 +24,11 @@ def make(num_experts: int, backend: str, kind: str = "swiglu", bias: bool = Fals
     return experts.to(dtype)
 
 
-def plain(rows: Tensor, counts: list[int], parameters: dict[str, Tensor], activation: Activation) -> Tensor:
-    """Row by row, straight from the papers."""
+def plain(rows: Tensor, counts: list[int], scale: Tensor, parameters: dict[str, Tensor], activation: Activation) -> Tensor:
+    """Row by row, straight from the papers: the weight of a row multiplies what its expert returns."""
     outputs = []
     expert_of_row = [e for e, count in enumerate(counts) for _ in range(count)]
-    for row, e in zip(rows, expert_of_row, strict=True):
+    for row, weight, e in zip(rows, scale, expert_of_row, strict=True):
         hidden = parameters["gate_up_proj"][e] @ row
         if "gate_up_bias" in parameters:
             hidden = hidden + parameters["gate_up_bias"][e]
@@ -39,33 +39,33 @@ def plain(rows: Tensor, counts: list[int], parameters: dict[str, Tensor], activa
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
             value = (up + 1) * gate * (activation.alpha * gate).sigmoid()
         out = parameters["down_proj"][e] @ value
-        outputs.append(out + parameters["down_bias"][e] if "down_bias" in parameters else out)
+        outputs.append(weight * (out + parameters["down_bias"][e] if "down_bias" in parameters else out))
     return torch.stack(outputs) if outputs else rows.new_zeros(0, HIDDEN)
 
 
-def exact(experts: Experts, rows: Tensor, counts: list[int], grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients (rows under the name "rows") in fp64."""
+def exact(experts: Experts, rows: Tensor, scale: Tensor, counts: list[int], grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients (of rows and their weights under the names "rows" and "scale") in fp64."""
     parameters = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
-    rows64 = rows.detach().double().requires_grad_()
-    out = plain(rows64, counts, parameters, experts.activation)
-    inputs = {"rows": rows64, **parameters}
+    rows64, scale64 = rows.detach().double().requires_grad_(), scale.detach().double().requires_grad_()
+    out = plain(rows64, counts, scale64, parameters, experts.activation)
+    inputs = {"rows": rows64, "scale": scale64, **parameters}
     grads = torch.autograd.grad(out, list(inputs.values()), grad.double(), allow_unused=True) if len(out) else [None] * len(inputs)
     zero = {name: torch.zeros_like(x) for name, x in inputs.items()}
     return out.detach(), {name: zero[name] if g is None else g for name, g in zip(inputs, grads, strict=True)}
 
 
-def run(experts: Experts, rows: Tensor, counts: list[int], grad: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-    rows = rows.detach().requires_grad_()
+def run(experts: Experts, rows: Tensor, scale: Tensor, counts: list[int], grad: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    rows, scale = rows.detach().requires_grad_(), scale.detach().requires_grad_()
     experts.zero_grad(set_to_none=True)
-    out = experts(rows, torch.tensor(counts))
+    out = experts(rows, torch.tensor(counts), scale)
     out.backward(grad)
-    return out.detach(), {"rows": rows.grad, **{name: p.grad for name, p in experts.named_parameters()}}
+    return out.detach(), {"rows": rows.grad, "scale": scale.grad, **{name: p.grad for name, p in experts.named_parameters()}}
 
 
 def assert_equal(experts: Experts, counts: list[int]) -> None:
-    rows, grad = torch.randn(sum(counts), HIDDEN), torch.randn(sum(counts), HIDDEN)
-    out, grads = run(experts, rows, counts, grad)
-    true_out, true_grads = exact(experts, rows, counts, grad)
+    rows, grad, scale = torch.randn(sum(counts), HIDDEN), torch.randn(sum(counts), HIDDEN), torch.rand(sum(counts))
+    out, grads = run(experts, rows, scale, counts, grad)
+    true_out, true_grads = exact(experts, rows, scale, counts, grad)
     torch.testing.assert_close(out.double(), true_out, rtol=1e-4, atol=1e-5)
     for name, truth in true_grads.items():
         ours = grads[name]
@@ -91,7 +91,7 @@ def test_any_count_vector(backend: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_without_rows_get_zero_gradients_not_none(backend: str, counts: list[int]) -> None:
     experts = make(4, backend, bias=True)
-    _, grads = run(experts, torch.randn(sum(counts), HIDDEN), counts, torch.randn(sum(counts), HIDDEN))
+    _, grads = run(experts, torch.randn(sum(counts), HIDDEN), torch.rand(sum(counts)), counts, torch.randn(sum(counts), HIDDEN))
     for name, parameter in experts.named_parameters():
         grad = grads[name]
         assert grad is not None, f"{name} got no gradient"
@@ -106,29 +106,30 @@ def test_rows_of_nobody_are_never_read(backend: str, bias: bool) -> None:
     """Grouped matmuls leave rows past the last group unwritten, forward and backward: whatever is there must not spread."""
     experts, counts = make(3, backend, bias=bias), [5, 0, 11]
     used = sum(counts)
-    rows, grad = torch.randn(used + 9, HIDDEN), torch.randn(used + 9, HIDDEN)
-    true_out, true_grads = exact(experts, rows[:used], counts, grad[:used])
-    rows[used:], grad[used:] = float("nan"), float("nan")
-    out, grads = run(experts, rows, counts, grad)
+    rows, grad, scale = torch.randn(used + 9, HIDDEN), torch.randn(used + 9, HIDDEN), torch.rand(used + 9)
+    true_out, true_grads = exact(experts, rows[:used], scale[:used], counts, grad[:used])
+    rows[used:], grad[used:], scale[used:] = float("nan"), float("nan"), float("nan")
+    out, grads = run(experts, rows, scale, counts, grad)
     torch.testing.assert_close(out[:used].double(), true_out, rtol=1e-4, atol=1e-5)
-    grads["rows"] = grads["rows"][:used]
+    grads["rows"], grads["scale"] = grads["rows"][:used], grads["scale"][:used]
     for name, truth in true_grads.items():
         torch.testing.assert_close(grads[name].double(), truth, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "all", "rows"])
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "all", "rows", "scale"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frozen_weights_get_no_gradient_and_change_no_other(backend: str, frozen: str) -> None:
     experts, counts = make(3, backend, bias=True), [5, 0, 11]
-    rows, grad = torch.randn(16, HIDDEN), torch.randn(16, HIDDEN)
-    _, all_grads = run(experts, rows, counts, grad)
+    rows, grad, scale = torch.randn(16, HIDDEN), torch.randn(16, HIDDEN), torch.rand(16)
+    _, all_grads = run(experts, rows, scale, counts, grad)
     for name, parameter in experts.named_parameters():
         parameter.requires_grad_(frozen not in (name, "all"))
     rows.requires_grad_(frozen != "rows")
+    scale.requires_grad_(frozen != "scale")
     experts.zero_grad(set_to_none=True)
-    experts(rows, torch.tensor(counts)).backward(grad)
-    for name, ours in {"rows": rows.grad, **{n: p.grad for n, p in experts.named_parameters()}}.items():
-        if name == frozen or (frozen == "all" and name != "rows"):
+    experts(rows, torch.tensor(counts), scale).backward(grad)
+    for name, ours in {"rows": rows.grad, "scale": scale.grad, **{n: p.grad for n, p in experts.named_parameters()}}.items():
+        if name == frozen or (frozen == "all" and name not in ("rows", "scale")):
             assert ours is None
         else:
             assert ours is not None
@@ -138,31 +139,31 @@ def test_frozen_weights_get_no_gradient_and_change_no_other(backend: str, frozen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_autograd_the_values_are_the_same(backend: str) -> None:
     experts, counts = make(3, backend), [5, 0, 11]
-    rows = torch.randn(16, HIDDEN)
-    out, _ = run(experts, rows, counts, torch.randn(16, HIDDEN))
+    rows, scale = torch.randn(16, HIDDEN), torch.rand(16)
+    out, _ = run(experts, rows, scale, counts, torch.randn(16, HIDDEN))
     with torch.no_grad():
-        torch.testing.assert_close(experts(rows, torch.tensor(counts)), out)
+        torch.testing.assert_close(experts(rows, torch.tensor(counts), scale), out)
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "swiglu_clamped"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_errs_no_more_than_plain_pytorch(backend: str, kind: str) -> None:
     experts, counts = make(4, backend, kind, dtype=torch.bfloat16), [64, 16, 0, 48]
-    rows, grad = torch.randn(128, HIDDEN).bfloat16(), torch.randn(128, HIDDEN).bfloat16()
-    true_out, true_grads = exact(experts, rows, counts, grad)
-    out, grads = run(experts, rows, counts, grad)
+    rows, grad, scale = torch.randn(128, HIDDEN).bfloat16(), torch.randn(128, HIDDEN).bfloat16(), torch.rand(128).bfloat16()
+    true_out, true_grads = exact(experts, rows, scale, counts, grad)
+    out, grads = run(experts, rows, scale, counts, grad)
 
-    def plain_bf16(leaf: Tensor) -> Tensor:
+    def plain_bf16(leaf: Tensor, weights: Tensor) -> Tensor:
         outputs = []
         for e, part in enumerate(leaf.split(counts)):
             hidden = torch.nn.functional.linear(part, experts.gate_up_proj[e])
             outputs.append(torch.nn.functional.linear(experts.activation(hidden), experts.down_proj[e]))
-        return torch.cat(outputs)
+        return torch.cat(outputs) * weights[:, None]
 
-    leaf = rows.detach().requires_grad_()
-    reference = plain_bf16(leaf)
-    names = ["rows", *dict(experts.named_parameters())]
-    references = torch.autograd.grad(reference, [leaf, *experts.parameters()], grad)
+    leaf, weights = rows.detach().requires_grad_(), scale.detach().requires_grad_()
+    reference = plain_bf16(leaf, weights)
+    names = ["rows", "scale", *dict(experts.named_parameters())]
+    references = torch.autograd.grad(reference, [leaf, weights, *experts.parameters()], grad)
     assert error(out, true_out) <= 1.2 * error(reference, true_out)
     for name, theirs in zip(names, references, strict=True):
         assert error(grads[name], true_grads[name]) <= 1.2 * error(theirs, true_grads[name]), name
@@ -176,10 +177,10 @@ def error(value: Tensor | None, truth: Tensor) -> float:
 def test_second_backward_gives_the_same_gradients() -> None:
     """Nothing that backward reads is overwritten by it."""
     experts, counts = make(3, "loop"), [5, 0, 11]
-    rows = torch.randn(16, HIDDEN, requires_grad=True)
-    out, grad = experts(rows, torch.tensor(counts)), torch.randn(16, HIDDEN)
-    first = torch.autograd.grad(out, [rows, *experts.parameters()], grad, retain_graph=True)
-    second = torch.autograd.grad(out, [rows, *experts.parameters()], grad)
+    rows, scale = torch.randn(16, HIDDEN, requires_grad=True), torch.rand(16, requires_grad=True)
+    out, grad = experts(rows, torch.tensor(counts), scale), torch.randn(16, HIDDEN)
+    first = torch.autograd.grad(out, [rows, scale, *experts.parameters()], grad, retain_graph=True)
+    second = torch.autograd.grad(out, [rows, scale, *experts.parameters()], grad)
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one, two)
 

@@ -106,13 +106,14 @@ def test_experts_equal_double_precision() -> None:
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     rows, counts, grad = torch.randn(37, 16, requires_grad=True), torch.tensor([20, 0, 17]), torch.randn(37, 16)
+    scale = torch.rand(37)
     inputs = [rows, *experts.parameters()]
-    out = experts(rows, counts)
+    out = experts(rows, counts, scale)
     grads = torch.autograd.grad(out, inputs, grad)
     double = Experts(ModelConfig(hidden_size=16, moe=MoEConfig(num_experts=3, top_k=1, expert_hidden_size=24, backend="loop"))).double()
     double.load_state_dict(experts.state_dict())
     rows64 = rows.detach().double().requires_grad_()
-    out64 = double(rows64, counts)
+    out64 = double(rows64, counts, scale.double())
     torch.testing.assert_close(out.double(), out64, rtol=1e-5, atol=1e-5)
     for ours, exact in zip(grads, torch.autograd.grad(out64, [rows64, *double.parameters()], grad.double()), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)

@@ -12,8 +12,9 @@ from moe_train.model.ffn import activate
 from moe_train.model.moe.kernels.weights import ExpertWeights
 
 
-def batched_ffn(rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """rows [R, D] with counts[e] rows of expert e in turn -> [R, D]. Rows past the last expert's are never read; their output is zero."""
+def batched_ffn(rows_RD: Tensor, counts_E: Tensor, scale_R: Tensor, weights: ExpertWeights) -> Tensor:
+    """rows [R, D] with counts[e] rows of expert e in turn, each times scale [R] -> [R, D]. Rows past the last expert's are never read;
+    their output is zero."""
     capacity = int(counts_E.max()) if counts_E.numel() else 0
     num_experts, hidden_size = weights.down_EDF.shape[:2]
     slot_C = torch.arange(capacity, device=rows_RD.device)
@@ -27,9 +28,10 @@ def batched_ffn(rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Te
     hidden_ECG = padded_ECD @ weights.gate_up_EGD.mT
     if weights.gate_up_bias_EG is not None:
         hidden_ECG = hidden_ECG + weights.gate_up_bias_EG[:, None]
-    out_ECD = activate(hidden_ECG, weights.activation) @ weights.down_EDF.mT
+    scale_EC1 = scale_R[row_EC.flatten()].view(num_experts, capacity, 1).masked_fill(~used_EC[..., None], 0)
+    out_ECD = (activate(hidden_ECG, weights.activation) * scale_EC1) @ weights.down_EDF.mT
     if weights.down_bias_ED is not None:
-        out_ECD = out_ECD + weights.down_bias_ED[:, None]
+        out_ECD = out_ECD + weights.down_bias_ED[:, None] * scale_EC1
     return _unpad(out_ECD, used_EC, rows_RD.shape[0])
 
 

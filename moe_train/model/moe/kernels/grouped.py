@@ -24,9 +24,9 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     return mm(rows, weight, offs=ends_E)
 
 
-def grouped_ffn(rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """rows [R, D] with counts[e] rows of expert e in turn -> [R, D]. Needs no count on the host. Rows past the last expert's hold no
-    value."""
+def grouped_ffn(rows_RD: Tensor, counts_E: Tensor, scale_R: Tensor, weights: ExpertWeights) -> Tensor:
+    """rows [R, D] with counts[e] rows of expert e in turn, each times scale [R] -> [R, D]. Needs no count on the host. Rows past the last
+    expert's hold no value."""
     ends_E = counts_E.cumsum(0).to(torch.int32)
     biased = weights.gate_up_bias_EG is not None or weights.down_bias_ED is not None
     # Rows past the last expert's point at an extra bias row, whose gradient nobody takes.
@@ -34,11 +34,13 @@ def grouped_ffn(rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Te
         torch.searchsorted(ends_E, torch.arange(rows_RD.shape[0], device=rows_RD.device, dtype=torch.int32), right=True) if biased else None
     )
     hidden_RG = _add_bias(_grouped_mm(rows_RD, weights.gate_up_EGD.mT, ends_E), weights.gate_up_bias_EG, expert_R)
-    out_RD = _grouped_mm(activate(hidden_RG, weights.activation), weights.down_EDF.mT, ends_E)
-    return _add_bias(out_RD, weights.down_bias_ED, expert_R)
+    value_RF = activate(hidden_RG, weights.activation) * scale_R[:, None]
+    out_RD = _grouped_mm(value_RF, weights.down_EDF.mT, ends_E)
+    return _add_bias(out_RD, weights.down_bias_ED, expert_R, scale_R)
 
 
-def _add_bias(rows: Tensor, bias: Tensor | None, expert_R: Tensor | None) -> Tensor:
+def _add_bias(rows: Tensor, bias: Tensor | None, expert_R: Tensor | None, scale_R: Tensor | None = None) -> Tensor:
     if bias is None or expert_R is None:
         return rows
-    return rows + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_R]
+    bias_R = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_R]
+    return rows + (bias_R if scale_R is None else bias_R * scale_R[:, None])
