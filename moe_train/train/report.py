@@ -15,7 +15,7 @@ from moe_train import __version__
 from moe_train.train.callbacks import Callback, Record
 from moe_train.train.metrics import LOADS, METRICS, read_records
 from moe_train.train.run_dir import CONFIG
-from moe_train.train.svg import heatmap, line_chart
+from moe_train.train.svg import PALETTE, PALETTE_DARK, heatmap, line_chart
 
 if TYPE_CHECKING:
     from moe_train.train.trainer import Trainer
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 LOSSES = {"loss": "train", "eval_loss": "validation", "mtp_loss": "multi-token prediction"}
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-STYLE = """
-:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--dim:#67707c;--rule:#e2e6ea;
---c0:#2563eb;--c1:#dc2626;--c2:#059669;--c3:#d97706;--c4:#7c3aed;--c5:#0891b2;--c6:#be185d;--c7:#4d7c0f}
-@media (prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1d2127;--ink:#e6e9ed;--dim:#98a2ae;--rule:#323943;
---c0:#60a5fa;--c1:#f87171;--c2:#34d399;--c3:#fbbf24;--c4:#a78bfa;--c5:#22d3ee;--c6:#f472b6;--c7:#a3e635}}
+
+
+def _colours(bases: str, palette: tuple[str, ...]) -> str:
+    return f":root{{{bases};{';'.join(f'--c{i}:{colour}' for i, colour in enumerate(palette))}}}"
+
+
+LIGHT = _colours("color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--dim:#67707c;--rule:#e2e6ea", PALETTE)
+DARK = _colours("--bg:#14171b;--card:#1d2127;--ink:#e6e9ed;--dim:#98a2ae;--rule:#323943", PALETTE_DARK)
+LAYOUT = """
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1240px;margin:0 auto;padding:28px 20px 60px}h1{margin:0;font-size:26px}.sub{color:var(--dim);margin:2px 0 22px}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:16px}
@@ -39,7 +43,11 @@ svg{width:100%;height:auto;display:block}.grid svg .grid,.grid line.grid{stroke:
 .tick,.label{fill:var(--dim);font-size:11px}.line{fill:none;stroke-width:1.6;stroke-linejoin:round}.legend{font-size:12px;color:var(--dim)}
 .legend span{margin-right:14px}.key{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 .wide{grid-column:1/-1}pre{margin:0;overflow:auto;font-size:12px;max-height:420px}.none{color:var(--dim)}
-""" + "".join(f".line.c{i}{{stroke:var(--c{i})}}.dot.c{i}{{fill:var(--c{i})}}.key.c{i}{{background:var(--c{i})}}" for i in range(8))
+"""
+LINES = "".join(
+    f".line.c{i}{{stroke:var(--c{i})}}.dot.c{i}{{fill:var(--c{i})}}.key.c{i}{{background:var(--c{i})}}" for i in range(len(PALETTE))
+)
+STYLE = f"{LIGHT}@media (prefers-color-scheme:dark){{{DARK}}}{LAYOUT}{LINES}"
 
 
 class Report(Callback):

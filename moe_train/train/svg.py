@@ -1,5 +1,5 @@
 """Line charts and heatmaps as inline SVG: text in, text out, no script and no network. Colours are CSS variables, so that a
-page can be light or dark."""
+page can be light or dark; `PALETTE` gives those of the lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from html import escape
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 40
 MOST_POINTS = 600
+PALETTE = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+PALETTE_DARK = ("#60a5fa", "#f87171", "#34d399", "#fbbf24", "#a78bfa", "#22d3ee", "#f472b6", "#a3e635")
 Series = tuple[str, Sequence[float], Sequence[float]]
 """name, x, y"""
 
@@ -20,10 +22,15 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, points: boo
     cleaned = [(name, x, y) for name, x, y in cleaned if x]
     if not cleaned:
         return '<p class="none">nothing was recorded</p>'
-    x_low, x_high = _range([v for _, x, _ in cleaned for v in x])
-    y_low, y_high = _range([v for _, _, y in cleaned for v in y])
+    return plot(cleaned, x_label, y_label, points) + _legend([name for name, _, _ in cleaned])
+
+
+def plot(series: Sequence[Series], x_label: str, y_label: str, points: bool = False) -> str:
+    """The `<svg>` of a line chart without its legend; every series has at least one point and every value is finite."""
+    x_low, x_high = _range([v for _, x, _ in series for v in x])
+    y_low, y_high = _range([v for _, _, y in series for v in y])
     parts = [_axes(x_low, x_high, y_low, y_high, x_label, y_label)]
-    for index, (name, x, y) in enumerate(cleaned):
+    for index, (name, x, y) in enumerate(series):
         step = max(1, len(x) // MOST_POINTS)
         chosen = sorted({*range(0, len(x), step), len(x) - 1})
         places = [(_place(x[i], x_low, x_high, LEFT, WIDTH - RIGHT), _place(y[i], y_low, y_high, HEIGHT - BOTTOM, TOP)) for i in chosen]
@@ -31,8 +38,7 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, points: boo
         parts.append(f'<polyline class="line c{index % 8}" points="{path}"><title>{escape(name)}</title></polyline>')
         if points or len(places) < 30:
             parts += [f'<circle class="dot c{index % 8}" cx="{px:.1f}" cy="{py:.1f}" r="2.5"/>' for px, py in places]
-    chart = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}">{"".join(parts)}</svg>'
-    return chart + _legend([name for name, _, _ in cleaned])
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}">{"".join(parts)}</svg>'
 
 
 def heatmap(rows: Sequence[Sequence[float]], x: Sequence[float], x_label: str, y_label: str, limit: float = 2.0) -> str:

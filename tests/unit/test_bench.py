@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
-from bench import compare, experts, record
+from bench import balance_shootout, compare, experts, record
 from bench.session import Participant, ParticipantError, Session
+from moe_train.train.metrics import read_records
 
 OURS = Participant("moe_train", "ours")
 
@@ -42,3 +44,21 @@ def test_expert_share_is_a_ratio_of_both_times(monkeypatch) -> None:
     result = experts.measure(8, 4, "fp32", rounds=2)
     assert len(result.shares) == 2
     assert result.share > 0
+
+
+def test_balance_shootout_reads_what_runs_wrote(tmp_path) -> None:
+    tiny = ["train.steps=8", "train.global_batch=8", "train.micro_batch=4", "data.seq_len=32"]
+    tiny += ["train.batch_ramp.start=4", "train.batch_ramp.increment=4", "train.batch_ramp.steps=6", "optim.schedule.warmup_steps=0"]
+    outcomes = [balance_shootout.train(method, tmp_path / method, [*tiny, "data.max_bytes=400000"]) for method in ("none", "quantile")]
+    for outcome in outcomes:
+        records = read_records(tmp_path / outcome.method / "metrics.jsonl")
+        assert outcome.loss == pytest.approx(sum(r["loss"] for r in records[-2:]) / 2)
+        assert outcome.max_vio == [r["max_vio"] for r in records[-2:]]
+        assert 0 < outcome.max_vio_summed <= max(outcome.max_vio)
+        assert outcome.bits_per_byte == records[-1]["bits_per_byte"]
+    path = balance_shootout.write(outcomes, "seed: 1", "the command", tmp_path / "records")
+    assert f"quantile | {outcomes[1].loss:.4f}" in path.read_text()
+    assert json.loads(path.with_suffix(".json").read_text())["outcomes"][0]["losses"] == outcomes[0].losses
+    ElementTree.fromstring(path.with_suffix(".svg").read_text())
+    with pytest.raises(SystemExit, match=r"(?s)balance=none ended with code 2:.*stepss"):
+        balance_shootout.train("none", tmp_path / "broken", ["train.stepss=1"])
