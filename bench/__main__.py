@@ -1,8 +1,8 @@
 """`python -m bench`: measure, and write bench/records/DATE-cpu-speed.{md,json}.
 
-Everything (20 minutes on two cores): shapes A and B in bf16 and fp32 against every peer; the expert FFN against a dense one; A with 96
-experts against the dense model of its active size. --quick (2 minutes): A in bf16 against one variant of each peer, and the expert FFN in
-bf16.
+Everything (25 minutes on two cores): shapes A and B in bf16 and fp32 against every peer; the expert FFN against a dense one; attention in
+blocks against PyTorch's fused one; A with 96 experts against the dense model of its active size. --quick (3 minutes): A in bf16 against
+one variant of each peer, the expert FFN and attention in bf16.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from bench import attention
+from bench.attention import AttentionResult
 from bench.compare import OURS, OURS_COMPILED, PEERS, PEERS_QUICK, PEERS_SLOW_START, Pair, Table, compare, compare_ours
 from bench.experts import ExpertResult, measure
 from bench.record import write
 from bench.session import Participant
 
-PARTS = ("models", "experts", "sparse")
+PARTS = ("models", "experts", "attention", "sparse")
 
 
 def _models(args: argparse.Namespace) -> Iterator[Table]:
@@ -42,6 +44,12 @@ def _experts(args: argparse.Namespace) -> Iterator[ExpertResult]:
                 yield measure(32, skew, args.precisions[0], args.rounds, backend)
 
 
+def _attention(args: argparse.Namespace) -> Iterator[AttentionResult]:
+    for precision in args.precisions:
+        for packed in (False, True):
+            yield attention.measure(precision, packed, 5 * args.rounds)
+
+
 def _sparse(args: argparse.Namespace) -> Iterator[tuple[str, Pair]]:
     for precision in args.precisions:
         yield precision, compare_ours(("A96", OURS), ("dense", OURS), precision, args.rounds + 1)
@@ -61,9 +69,10 @@ def main() -> int:
     args.shapes = args.shapes or (["A"] if args.quick else ["A", "B"])
     args.precisions = args.precisions or (["bf16"] if args.quick else ["bf16", "fp32"])
     experts = list(_experts(args)) if "experts" in args.parts else []
+    attentions = list(_attention(args)) if "attention" in args.parts else []
     tables = list(_models(args)) if "models" in args.parts else []
     sparse = list(_sparse(args)) if "sparse" in args.parts and not args.quick else []
-    path = write(tables, experts, sparse, args.quick)
+    path = write(tables, experts, attentions, sparse, args.quick)
     print(path.read_text())
     print(f"bench: wrote {path}", file=sys.stderr)
     return 0

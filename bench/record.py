@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.attention import AttentionResult
 from bench.compare import Pair, Table
 from bench.environment import ROOT, VENV
 from bench.experts import ExpertResult
@@ -71,7 +72,13 @@ def commit() -> str:
     return "unknown" if head.returncode else head.stdout.strip() + (" with changes" if dirty.stdout.strip() else "")
 
 
-def write(tables: Sequence[Table], experts: Sequence[ExpertResult], sparse: Sequence[tuple[str, Pair]], quick: bool) -> Path:
+def write(
+    tables: Sequence[Table],
+    experts: Sequence[ExpertResult],
+    attentions: Sequence[AttentionResult],
+    sparse: Sequence[tuple[str, Pair]],
+    quick: bool,
+) -> Path:
     """Both files; returns the path of the Markdown one."""
     facts = {
         "command": "python -m bench " + " ".join(sys.argv[1:]),
@@ -84,16 +91,23 @@ def write(tables: Sequence[Table], experts: Sequence[ExpertResult], sparse: Sequ
         **facts,
         "models": [asdict(table) for table in tables],
         "experts": [asdict(result) for result in experts],
+        "attention": [asdict(result) for result in attentions],
         "a96_over_dense": [{"precision": precision, **asdict(pair)} for precision, pair in sparse],
     }
     stem = RECORDS / f"{facts['date']}-cpu-speed{'-quick' if quick else ''}"
     RECORDS.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
-    stem.with_suffix(".md").write_text("\n".join(_page(facts, tables, experts, sparse)) + "\n")
+    stem.with_suffix(".md").write_text("\n".join(_page(facts, tables, experts, attentions, sparse)) + "\n")
     return stem.with_suffix(".md")
 
 
-def _page(facts: dict[str, Any], tables: Sequence[Table], experts: Sequence[ExpertResult], sparse: Sequence[tuple[str, Pair]]) -> list[str]:
+def _page(
+    facts: dict[str, Any],
+    tables: Sequence[Table],
+    experts: Sequence[ExpertResult],
+    attentions: Sequence[AttentionResult],
+    sparse: Sequence[tuple[str, Pair]],
+) -> list[str]:
     here = facts["machine"]
     lines = [
         "# Speed on a CPU, side by side",
@@ -119,6 +133,13 @@ def _page(facts: dict[str, Any], tables: Sequence[Table], experts: Sequence[Expe
         for r in experts:
             share = f"{r.share:.0%} ({min(r.shares):.0%} … {max(r.shares):.0%})"
             lines.append(f"{r.experts} | {r.skew} : 1 | {r.precision} | {r.backend} | {share} | {r.dense_ms:.1f}")
+    if attentions:
+        lines += ["", "## Attention in blocks against PyTorch's fused attention", ""]
+        lines += ["8/2 heads × 64, 4 rows of 512 tokens, forward and backward; packed: documents of 128 tokens.", ""]
+        lines += ["precision | rows | fused / blocks, time | blocks, ms", "---|---|---|---"]
+        for result in attentions:
+            rows = "packed" if result.packed else "one document"
+            lines.append(f"{result.precision} | {rows} | {_spread(result.ratios)} | {result.blocks_ms:.1f}")
     return lines
 
 

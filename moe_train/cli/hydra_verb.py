@@ -53,7 +53,10 @@ def run_hydra_verb(verb: str, arguments: list[str]) -> int:
 
 def one_process(config: Config) -> None:
     """Refuse layouts of several processes: first what could never work, then what this version does not do."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    given = os.environ.get("WORLD_SIZE", "1")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"the environment says WORLD_SIZE={given!r}, which is no number of processes; unset it or start by torchrun.")
+    world = int(given)
     layout = layout_of(config, None if world == 1 else world)
     if layout.world_size > 1 or world > 1:
         raise ConfigError(

@@ -15,6 +15,7 @@ from moe_train.model.batch import IGNORE
 from moe_train.model.sampling import Sampling, generate
 from moe_train.recipes.generate import stream_text
 from moe_train.train.evaluate import evaluate
+from moe_train.train.metrics import METRICS, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moe_train.train.trainer import Trainer
 
 ROWS_AT_ONCE = 512
+LAST_STEPS = 8
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=1)
 
 
@@ -32,6 +34,7 @@ def after_training(trainer: Trainer) -> None:
     results: dict[str, float | int | str] = {}
     if demo.bigram:
         results |= compare_with_bigram(trainer)
+        results |= balance_at_the_end(trainer)
     if demo.sample is not None:
         trainer.model.eval()
         ids = trainer.tokenizer.encode(demo.sample, add_special_tokens=False).ids
@@ -68,6 +71,16 @@ def compare_with_bigram(trainer: Trainer) -> dict[str, float | int | str]:
         "training_pairs": int(bigram.counts.sum()),
         "validation_tokens": result.tokens,
     }
+
+
+def balance_at_the_end(trainer: Trainer) -> dict[str, float]:
+    """MaxVio of the worst layer over the last steps: one step may be balanced by chance."""
+    worst = [r["max_vio"] for r in read_records(Path(trainer.run_dir) / METRICS)[-LAST_STEPS:] if "max_vio" in r]
+    if not worst:
+        return {}
+    mean, largest = sum(worst) / len(worst), max(worst)
+    print(f"Load balance: MaxVio of the worst layer over the last {len(worst)} steps: mean {mean:.3f}, largest {largest:.3f}.")
+    return {"max_vio_mean": mean, "max_vio_largest": largest, "max_vio_steps": len(worst)}
 
 
 def pairs(batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:

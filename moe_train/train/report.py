@@ -70,7 +70,7 @@ def render(run_dir: Path, name: str, status: str) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     versions = f"moe_train {__version__} · torch {torch.__version__} · Python {platform.python_version()} · {platform.machine()}"
     last = f"step {records[-1]['step']:,}" if records else "no step"
-    body = tiles(records) + f'<div class="grid">{"".join(charts(records) + load_charts(loads))}'
+    body = tiles(records) + f'<div class="grid">{"".join(charts(records, loads) + load_charts(loads))}'
     body += f'<section class="card wide"><h2>Config</h2><pre>{escape(config)}</pre></section></div>'
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -100,10 +100,11 @@ def tiles(records: list[Record]) -> str:
     return f'<div class="tiles">{"".join(items)}</div>'
 
 
-def charts(records: list[Record]) -> list[str]:
+def charts(records: list[Record], loads: list[Record]) -> list[str]:
     """Curves over the steps."""
     layers = max((len(r.get("max_vio_per_layer") or []) for r in records), default=0)
-    per_layer = [(f"MoE layer {i}", *layer_column(records, i)) for i in range(layers)]
+    names = list(loads[-1]["load"]) if loads else []
+    per_layer = [(f"layer {names[i] if i < len(names) else i}", *layer_column(records, i)) for i in range(layers)]
     balancing = [(key, *column(records, key)) for key in BALANCING if column(records, key)[0]]
     cards = [
         card("Loss", "Language-model loss alone; balancing losses are apart.", line_chart(

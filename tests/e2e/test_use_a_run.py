@@ -39,6 +39,8 @@ def test_demo_results_are_kept(run_dir: Path) -> None:
     assert results["bits_per_byte"] == pytest.approx(last_record(run_dir)["bits_per_byte"])
     assert 0.5 < results["bigram_bits_per_byte"] < 8
     assert results["sample"].startswith("def ")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert results["max_vio_largest"] == max(r["max_vio"] for r in records[-results["max_vio_steps"] :])
 
 
 def test_evaluate_repeats_what_training_measured(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

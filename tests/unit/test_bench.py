@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import balance_shootout, compare, experts, record
+from bench import attention, balance_shootout, compare, experts, record
 from bench.session import Participant, ParticipantError, Session
 from moe_train.train.metrics import read_records
 
@@ -26,7 +26,10 @@ def test_compares_in_turn_and_writes_the_record(monkeypatch, tmp_path) -> None:
     assert not failed.ratios
     assert table.peak_ours > 0
     sparse = compare.compare_ours(("tiny", OURS), ("tiny", OURS), "bf16", rounds=1)
-    page = record.write([table], [experts.ExpertResult(4, 1, "auto", "fp32", [0.5, 0.6], 1.0)], [("bf16", sparse)], quick=False).read_text()
+    attended = attention.measure("fp32", packed=True, rounds=2)
+    page = record.write(
+        [table], [experts.ExpertResult(4, 1, "auto", "fp32", [0.5, 0.6], 1.0)], [attended], [("bf16", sparse)], quick=False
+    ).read_text()
     assert "loop back end" in page
     assert f"did not run: {failed.failure}" in page
     raw = json.loads(next(tmp_path.glob("*.json")).read_text())

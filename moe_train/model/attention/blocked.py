@@ -1,6 +1,6 @@
 """Causal attention in blocks of queries with a hand-written backward: the fast way on a CPU.
 
-PyTorch's fused attention for CPUs takes 2 to 3 times longer (bench/records). Here a block of queries meets only the keys it may see, all
+Faster there than PyTorch's fused attention (bench/records). Here a block of queries meets only the keys it may see, all
 heads of a group in one matmul (their keys are never repeated), and the backward computes the block's weights again instead of keeping
 them: memory grows with T, not T².
 

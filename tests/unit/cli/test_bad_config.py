@@ -135,3 +135,10 @@ def test_a_world_of_several_processes(capfd: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["pretrain", "+experiment=smoke", "parallel.dp_shard=-1"]) == 2
     assert "WORLD_SIZE=2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["two", "", "0", "-1", "1.5"])
+def test_a_world_that_is_no_number(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    assert main(["pretrain", "+experiment=smoke"]) == 2
+    assert f"WORLD_SIZE={value!r}" in capfd.readouterr().err
