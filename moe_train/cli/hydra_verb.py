@@ -86,6 +86,10 @@ def call_hydra(program: str, arguments: list[str], job: Callable[[DictConfig], N
             # Hydra's own: flags that exclude each other, a sweep's folder that cannot be made. What a job raises stays as it is.
             if started or isinstance(error, (ConfigError, HydraException)):
                 raise
+            if isinstance(error, OSError) and error.filename is not None:
+                raise ConfigError(
+                    f"a sweep cannot make its folder {error.filename}: {error.strerror}. Set run.dir to a folder you may write to."
+                ) from None
             raise ConfigError(str(error)) from None
     return 0
 

@@ -105,7 +105,7 @@ def _sizes(config: Config) -> None:
         for key in keys:
             value = _value(config, key)
             if value is not None and not (math.isfinite(value) and holds(value)):
-                raise ConfigError(f"{key}={value} {demand}.")
+                raise ConfigError(f"{key}={value} {demand if math.isfinite(value) else 'must be a finite number'}.")
 
 
 def _value(config: Config, key: str) -> float | None:

@@ -66,7 +66,7 @@ def read_records(path: Path) -> list[Record]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
 

@@ -103,6 +103,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "rate without the sign rule": (["balance=quantile", "balance.bias_rate=0.1"], ["bias_rate=0.1", "bias=quantile"]),
     "bias with Sinkhorn": (["balance.sinkhorn_iterations=3"], ["bias=sign", "Sinkhorn"]),
     "bias with forced balance": ([f"{ROUTER}.force_balanced=true"], ["bias=sign", "force_balanced"]),
+    "a rate without end": (["optim.lr=inf"], ["optim.lr=inf", "finite number"]),
     "quantile outside [0, 1]": (["balance=quantile", f"{ROUTER}.score=sqrt_softplus"], ["sqrt_softplus", "balance=bias"]),
     "quantile within groups": (
         ["balance=quantile", f"{ROUTER}.num_groups=4", f"{ROUTER}.topk_groups=2"],

@@ -104,6 +104,14 @@ def test_a_refused_job_does_not_stop_the_sweep(recipe: Recipe, capsys: pytest.Ca
     assert "train.micro_batch=3" in capsys.readouterr().err
 
 
+def test_a_sweep_into_a_folder_that_cannot_be(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["pretrain", "-m", "+experiment=smoke", "seed=1,2", f"run.dir={tmp_path}/file/runs"]) == 2
+    error = capsys.readouterr().err
+    assert f"a sweep cannot make its folder {tmp_path}/file" in error
+    assert "Set run.dir" in error
+
+
 def test_a_failed_job_sets_the_exit_code_of_the_sweep(recipe: Recipe) -> None:
     recipe.error = RunError("disk full")
     assert main(["pretrain", "-m", "+experiment=smoke", "seed=1,2"]) == 1

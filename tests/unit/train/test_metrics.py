@@ -20,6 +20,13 @@ def test_resume_cuts_later_and_torn_lines(tmp_path: Path) -> None:
     assert read_records(path)[1]["loss"] == 2 / 7
 
 
+def test_a_line_of_another_kind_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": "two"}\n{"step": null}\n[3]\n7\n{"step": 4}\n')
+    JsonLines(path, resumed_step=4)
+    assert read_records(path) == [{"step": 1}, {"step": 4}]
+
+
 def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3}\n')
