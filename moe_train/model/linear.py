@@ -21,9 +21,14 @@ SMALLEST_PRODUCT = 2**22
 """Multiplications below which a product is not worth oneDNN's set-up (about 0.3 ms for a shape not seen before)."""
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def onednn_is_faster() -> bool:
     """fp32 on this CPU: it has AVX-512, is not Intel's, and this PyTorch was built with oneDNN."""
+    return _looked_up()
+
+
+@functools.cache
+def _looked_up() -> bool:
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     cpuinfo = pathlib.Path("/proc/cpuinfo")
@@ -55,10 +60,25 @@ def product_out(x_MI: Tensor, weight_OI: Tensor, out_MO: Tensor) -> Tensor:
 
 
 def _onednn(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    return _onednn_compiled(x_MI, weight_OI) if torch.compiler.is_compiling() else _onednn_now(x_MI, weight_OI)
+
+
+def _onednn_now(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
     # A weight with gaps between its rows would take a path without vector instructions, a hundred times slower.
     if not (weight_OI.is_contiguous() or weight_OI.t().is_contiguous()):
         weight_OI = weight_OI.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x_MI, weight_OI, None, "none", [], "")
+
+
+@torch.library.custom_op("moe_train::onednn_product", mutates_args=())
+def _onednn_compiled(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """To a compiler the product is one opaque operation: its own lowering of oneDNN's takes constant weights alone."""
+    return _onednn_now(x_MI, weight_OI)
+
+
+@_onednn_compiled.register_fake
+def _shape_of_product(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_MI.new_empty(x_MI.shape[0], weight_OI.shape[0])
 
 
 class _OneDNNLinear(torch.autograd.Function):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from moe_train.config import ModelConfig, MoEConfig
@@ -97,6 +101,24 @@ def test_attention_one_group_at_a_time_equals_the_whole_batch(monkeypatch, packe
     monkeypatch.setattr(linear_module, "onednn_is_faster", lambda: True)
     for apart, together in zip(run(), whole, strict=True):
         torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.usefixtures("forced")
+def test_compiled_linear_equals_eager() -> None:
+    """By the default back end: its own lowering of oneDNN's product refuses weights that train."""
+    torch._dynamo.reset()
+    layer, x = Linear(16, 8), torch.randn(12, 16, requires_grad=True)
+
+    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        y = call(x).relu()
+        return (y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+
+    eager = run(layer)
+    for compiled, plain in zip(run(torch.compile(layer, fullgraph=True)), eager, strict=True):
+        torch.testing.assert_close(compiled, plain)
+    torch._dynamo.reset()
 
 
 @needs_onednn
