@@ -2,8 +2,8 @@
 bench/records/DATE-cpu-step-parts.json.
 
 Forward, backward and optimizer, in turn, medians. Beside the optimizer stands the time that one pass over its bytes takes here (a copy of
-as many), and beside the experts' weight gradients the same: what a sparse model cannot save, since it reads and writes all weights for
-tokens that use one in twelve.
+as many): a sparse model reads and writes all weights for tokens that use one in 24. Beside forward and backward stands the rate of one
+product by its rows: 2,048 tokens × top-4 leave an expert of 96 some 85 rows, and each product must read a weight of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bench import record
 from bench.peers.ours import build
 from bench.shapes import SHAPES
 from moe_train.cli.openmp import SPIN_COUNT
+from moe_train.model.linear import product_out
 
 ROUNDS = 8
 ADAMW_ACCESSES = 7
@@ -66,6 +67,17 @@ def copy_seconds(size: int) -> float:
     return statistics.median(times)
 
 
+def product_gflops(rows: int, dtype: torch.dtype) -> float:
+    """Median rate of rows × 512 by 512 × 512 (gate and up of one expert) over 64 experts' weights in turn."""
+    x, weights = torch.randn(rows, 512).to(dtype), torch.randn(64, 512, 512).to(dtype).unbind(0)
+    out, times = torch.empty(rows, 512, dtype=dtype), []
+    for weight in (*weights, *weights):
+        begin = time.perf_counter()
+        product_out(x, weight, out)
+        times.append(time.perf_counter() - begin)
+    return 2 * rows * 512 * 512 / statistics.median(times[8:]) / 1e9
+
+
 def measure(precision: str, dtype: torch.dtype) -> dict[str, Any]:
     sparse, dense = Timed("A96", dtype), Timed("dense", dtype)
     for _ in range(ROUNDS + 2):
@@ -81,6 +93,7 @@ def measure(precision: str, dtype: torch.dtype) -> dict[str, Any]:
         "ratio": totals["A96"] / totals["dense"],
         "ratio_without_optimizer": (totals["A96"] - parts["A96"]["optimizer"]) / (totals["dense"] - parts["dense"]["optimizer"]),
         "weight_bytes": weights,
+        "gflops_of_a_product_with_rows": {rows: product_gflops(rows, dtype) for rows in (96, 512, 2048)},
         "seconds_to_pass_over_the_optimizers_bytes": {n: copy_seconds(ADAMW_ACCESSES * size) for n, size in weights.items()},
     }
 
