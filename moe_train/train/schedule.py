@@ -67,9 +67,15 @@ class BatchSchedule:
             self.levels = 0
             return
         if not 1 <= self.start <= self.full or self.increment < 1 or (self.full - self.start) % self.increment:
+            span = self.full - self.start
+            way_out = (
+                f"choose a start of at least 1 and an increment that divides {span}"
+                if span >= 0
+                else "choose 1 <= start <= train.global_batch"
+            )
             raise ConfigError(
                 f"train.batch_ramp: from start={self.start} the batch cannot grow to train.global_batch={self.full} in steps of "
-                f"increment={self.increment}; choose 1 <= start <= global_batch and an increment that divides {self.full - self.start}."
+                f"increment={self.increment}; {way_out}, or do without a ramp (train.batch_ramp={{start: null, increment: 1, steps: 0}})."
             )
         if self.steps < 1:
             raise ConfigError(f"train.batch_ramp.steps={self.steps} must be at least 1 when train.batch_ramp.start is set.")

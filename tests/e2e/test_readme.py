@@ -21,7 +21,8 @@ DOCUMENTS = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *so
 
 SHORTENED = {
     "make demo": "moe-train pretrain +experiment=demo run.dir=runs/demo train.steps=12 train.global_batch=4 train.micro_batch=4 "
-    "train.eval_sequences=4 optim.schedule.warmup_steps=2 optim.schedule.decay_steps=4 data.max_bytes=2000000",
+    "train.eval_sequences=4 optim.schedule.warmup_steps=2 data.max_bytes=2000000 "
+    "train.batch_ramp.start=null train.batch_ramp.increment=1 train.batch_ramp.steps=0",
 }
 """Command as documented -> the same with fewer steps and less data."""
 
