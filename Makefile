@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 		2> >(grep -vE '^(WARNING: Location|DEPRECATION)' >&2)
 	@touch $@
 
-demo: setup  ## train the demo model on real text (about 6 minutes on two cores); `make demo OVERRIDES="train.steps=20"`
+demo: setup  ## train the demo model on real text (3 to 5 minutes on two cores); `make demo OVERRIDES="train.steps=20"`
 	$(BIN)/moe-train pretrain +experiment=demo run.dir=$(RUN_DIR) $(OVERRIDES)
 
 test: lint  ## lint and every test (at most 15 minutes on two cores)
