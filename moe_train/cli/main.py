@@ -17,6 +17,7 @@ VERBS = {
     "generate": "continue a text with a checkpoint",
     "prepare-data": "turn text, JSON lines, Parquet or a Hugging Face data set into tokens",
     "inspect": "parameters, bytes, FLOPs and cache of a model, without building it",
+    "layout": "which rank holds what, for a number of processes and degrees of parallelism",
 }
 HYDRA_VERBS = ("pretrain",)
 CONFIG_VERBS = ("pretrain", "inspect")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 
 from moe_train.config import balance as balances
 from moe_train.config import model as models
@@ -13,7 +12,7 @@ from moe_train.config.effects import refuse_idle_options
 from moe_train.config.errors import ConfigError, require_choice
 from moe_train.config.model import AttentionConfig, ModelConfig
 from moe_train.config.run import Config
-from parallel.layout import Layout, LayoutError, check_model, make_layout
+from parallel.layout import DEGREES, FILL, Layout, LayoutError, check_model, fits_model, make_layout, smallest_world
 
 
 def validate(config: Config) -> None:
@@ -287,28 +286,48 @@ def _layout(config: Config) -> None:
 
 
 def layout_of(config: Config, world_size: int | None) -> Layout:
-    """Both meshes for this many processes (None: the least number that the degrees ask for)."""
-    p = config.parallel
-    degrees = {field.name: getattr(p, field.name) for field in fields(p)}
-    smallest = math.lcm(p.pp * p.dp_replicate * max(p.dp_shard, 1) * p.cp * p.tp, p.pp * p.ep * p.etp if p.dp_shard == -1 else 1)
-    model = config.model
-    has_moe = "moe" in model.ffn_kinds()
+    """Both meshes for this many processes (None: the least number that the degrees ask for). ConfigError where the degrees do not fit the
+    world, the model, its sequences or the global batch; it names the nearest choice that passes all of these."""
+    model, train = config.model, config.train
+    moe = model.moe if "moe" in model.ffn_kinds() else None
+    degrees = {name: getattr(config.parallel, name) for name in DEGREES}
+    shape = {
+        "num_layers": model.num_layers,
+        "num_heads": model.attention.num_heads,
+        "num_kv_heads": model.attention.num_kv_heads if model.attention.kind == "gqa" else None,
+        "num_experts": moe.num_experts if moe else 0,
+        "expert_hidden_size": model.moe.expert_hidden_size,
+        "vocab_size": model.vocab_size,
+        "ffn_hidden_size": model.ffn_hidden_size if "dense" in model.ffn_kinds() else 0,
+        "shared_hidden_size": moe.num_shared_experts * moe.expert_hidden_size if moe else 0,
+        "seq_len": config.data.seq_len,
+    }
+
+    def shares(layout: Layout) -> int:
+        return layout.dense["dp_replicate"] * layout.dense["dp_shard"]
+
+    def deals_the_batch(layout: Layout) -> bool:
+        return train.global_batch % (train.micro_batch * shares(layout)) == 0
+
+    def fits(layout: Layout) -> bool:
+        return fits_model(layout, **shape)
+
+    def fits_both(layout: Layout) -> bool:
+        return fits(layout) and deals_the_batch(layout)
+
+    free, fills = world_size is None, config.parallel.dp_shard == FILL
     try:
-        layout = make_layout(max(smallest, 1) if world_size is None else world_size, **degrees)
-        check_model(
-            layout,
-            num_layers=model.num_layers,
-            num_heads=model.attention.num_heads,
-            num_kv_heads=model.attention.num_kv_heads if model.attention.kind == "gqa" else None,
-            num_experts=model.moe.num_experts if has_moe else 0,
-            expert_hidden_size=model.moe.expert_hidden_size,
-        )
+        layout = make_layout(smallest_world(**degrees) if world_size is None else world_size, accepts=(fits_both, fits), **degrees)
+        check_model(layout, accepts=(deals_the_batch,), world_is_free=free, dp_shard_fills=fills, **shape)
     except LayoutError as error:
         raise ConfigError(str(error)) from None
-    share = config.train.micro_batch * layout.dense["dp_replicate"] * layout.dense["dp_shard"]
-    if config.train.global_batch % share:
+    unit = train.micro_batch * shares(layout)
+    if not deals_the_batch(layout):
+        micros = [m for m in range(1, train.micro_batch) if train.global_batch % (m * shares(layout)) == 0]
+        advice = f"train.micro_batch={micros[-1]} or " if micros else ""
         raise ConfigError(
-            f"train.global_batch={config.train.global_batch} is not divisible by micro_batch {config.train.micro_batch} × dp_replicate "
-            f"{layout.dense['dp_replicate']} × dp_shard {layout.dense['dp_shard']} = {share}; change one of them."
+            f"train.global_batch={train.global_batch} is not divisible by micro_batch {train.micro_batch} × dp_replicate "
+            f"{layout.dense['dp_replicate']} × dp_shard {layout.dense['dp_shard']} = {unit}; set {advice}"
+            f"train.global_batch={-(-train.global_batch // unit) * unit}."
         )
     return layout

@@ -42,7 +42,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
 def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for verb in ("pretrain", "evaluate", "generate", "prepare-data", "inspect"):
+    for verb in ("pretrain", "evaluate", "generate", "prepare-data", "inspect", "layout"):
         assert verb in out
     assert main([]) == 2
     assert main(["--version"]) == 0
@@ -135,7 +135,7 @@ def test_exit_codes(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("moe-train ", {"pretrain", "evaluate", "generate", "prepare-data", "inspect"}),
+        ("moe-train ", {"layout", "pretrain", "evaluate", "generate", "prepare-data", "inspect"}),
         ("moe-train pre", {"pretrain", "prepare-data"}),
         ("moe-train pretrain model=t", {"model=tiny_mla_moe"}),
         ("moe-train pretrain +experiment=s", {"+experiment=smoke"}),
