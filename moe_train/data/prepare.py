@@ -139,7 +139,10 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
         while waiting:
             size, future = waiting.popleft()
             yield size, future.result()
-    except BrokenProcessPool:
+    except (BrokenProcessPool, OSError) as error:
+        # A pool that breaks while `submit` wakes it says "handle is closed", an OSError without a number (its pipe has no lock).
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         # The pool ends the workers it had when it broke, then waits for all; one that was started at that moment would never end.
         for process in set(multiprocessing.active_children()) - others:
             process.kill()

@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from moe_train.config import ConfigError
+from moe_train.config import ConfigError, RunError
 from moe_train.data import build_data, sources
 from moe_train.data import prepare as prepare_module
 from moe_train.data.indexed import TokenFile
@@ -305,6 +306,20 @@ def test_a_worker_that_is_killed_while_it_starts_ends_the_preparation_with_one_m
     assert "a worker process died" in out
     assert not list(tmp_path.glob("p.*"))
     assert not list(tmp_path.glob(".p.half*"))
+
+
+def test_a_pool_that_breaks_while_work_is_handed_in_says_so(tmp_path, texts, monkeypatch) -> None:
+    """Python 3.11's pool may close its pipe between the check and the use: `submit` then raises an OSError without a number."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(texts))
+
+    def submit(*_):
+        raise OSError("handle is closed")
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    with pytest.raises(RunError, match="a worker process died"):
+        prepare_module.prepare([str(path)], str(tmp_path / "p"), 300, END_OF_TEXT, workers=2)
+    assert not list(tmp_path.glob("p.*"))
 
 
 @pytest.mark.parametrize("number", range(len(SUFFIXES)))
