@@ -132,17 +132,14 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
     waiting: deque[tuple[int, Future[Encoded]]] = deque()
     try:
         for number, piece in enumerate(pieces):
-            waiting.append((piece.source_bytes, pool.submit(encode_in_worker, spooled(piece, Path(folder.name) / str(number)))))
+            waiting.append((piece.source_bytes, _hand_in(pool, spooled(piece, Path(folder.name) / str(number)))))
             if len(waiting) >= workers * CHUNKS_AHEAD:
                 size, future = waiting.popleft()
                 yield size, future.result()
         while waiting:
             size, future = waiting.popleft()
             yield size, future.result()
-    except (BrokenProcessPool, OSError) as error:
-        # A pool that breaks while `submit` wakes it says "handle is closed", an OSError without a number (its pipe has no lock).
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
+    except BrokenProcessPool:
         # The pool ends the workers it had when it broke, then waits for all; one that was started at that moment would never end.
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
@@ -150,3 +147,14 @@ def _encoded(pieces: Iterator[Chunk], tokenizer: Tokenizer, text_key: str, worke
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         folder.cleanup()
+
+
+def _hand_in(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Encoded]:
+    """`submit`, with one error for a broken pool. Around `submit` alone: reading a data set also raises OSErrors without a number."""
+    try:
+        return pool.submit(encode_in_worker, chunk)
+    except OSError as error:
+        # A pool that breaks while `submit` wakes it says "handle is closed", an OSError without a number (its pipe has no lock).
+        if error.errno is not None:
+            raise
+        raise BrokenProcessPool(str(error)) from None

@@ -322,6 +322,24 @@ def test_a_pool_that_breaks_while_work_is_handed_in_says_so(tmp_path, texts, mon
     assert not list(tmp_path.glob("p.*"))
 
 
+def test_an_input_that_cannot_be_read_is_not_blamed_on_a_worker(tmp_path, texts, monkeypatch) -> None:
+    """Arrow raises OSErrors without a number too."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(texts))
+
+    readable = prepare_module.chunks
+
+    def unreadable(paths, limit_each=None):
+        if limit_each is None:  # not while the tokenizer is trained
+            raise OSError("corrupt page header")
+        yield from readable(paths, limit_each)
+
+    monkeypatch.setattr(prepare_module, "chunks", unreadable)
+    with pytest.raises(RunError, match="corrupt page header"):
+        prepare_module.prepare([str(path)], str(tmp_path / "p"), 300, END_OF_TEXT, workers=2)
+    assert not list(tmp_path.glob("p.*"))
+
+
 @pytest.mark.parametrize("number", range(len(SUFFIXES)))
 def test_an_interruption_between_any_two_renames_never_shows_a_mixed_pair(make_pair, indexed_config, number: int, monkeypatch) -> None:
     """A new pair replaces an old one: at every moment the name shows the old pair, the new pair, or an error."""
